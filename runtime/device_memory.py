@@ -32,7 +32,8 @@ def _mine(kind: str) -> list[Any]:
     """The host and the device of this process, and the bytes of the device."""
     if kind == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        return [socket.gethostname(), torch.cuda.current_device(), free + torch.cuda.memory_reserved()]
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # each process may see one as number 0
+        return [socket.gethostname(), str(gpu), free + torch.cuda.memory_reserved()]
     return [socket.gethostname(), kind, host_memory()]
 
 

@@ -40,12 +40,13 @@ def take(store: Any, rank: int, local: int | None, one_host: bool) -> int:
 
     Raises RuntimeStateError where another rank has it, and they may not share.
     """
-    position = local if local is not None else rank if one_host else 0
-    index = position % torch.cuda.device_count()
+    position, seen = local if local is not None else rank if one_host else 0, torch.cuda.device_count()
+    index = position % seen
     claims = f"gpu/{torch.cuda.get_device_properties(index).uuid}"
     number = store.add(claims, 1)
     store.set(f"{claims}/{number}", str(rank))
-    if may_share():
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun says how many ranks its host has
+    if may_share() and not (here.isdecimal() and int(here) <= seen):
         share(rank, one_host)
     elif number > 1:
         raise RuntimeStateError(_taken(rank, local, index, int(store.get(f"{claims}/1"))))

@@ -1,5 +1,7 @@
 """The memory that a plan may use follows from what the ranks' devices have."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,19 @@ def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch) -> None:
     assert host_memory() == whole >= machine
     limit.write_text("123456789\n")
     assert host_memory() == 123456789.0
+
+
+def test_gpus_are_told_apart_by_what_they_are_and_not_by_their_number(monkeypatch) -> None:
+    """Tasks of Slurm may each see one GPU, as number 0."""
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda: (60e9, 80e9))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: 2e9)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    answers = []
+    for uuid in ("one", "other", "other"):
+        monkeypatch.setattr(cuda, "get_device_properties", lambda index, uuid=uuid: SimpleNamespace(uuid=uuid))
+        answers.append(device_memory._mine("cuda"))
+    assert shares(answers) == [62e9, 31e9, 31e9]
 
 
 def test_the_rank_that_has_the_least_counts(monkeypatch) -> None:

@@ -18,7 +18,10 @@ from partway.runtime.process import device_type
 from partway.runtime.watch import Watch
 from partway.strategy import RuntimeStateError, torch_mesh
 
-NCCL = ("NCCL_HOSTID", "NCCL_NET", "NCCL_MAX_CTAS", "NCCL_SOCKET_IFNAME", "NCCL_MULTI_RANK_GPU_ENABLE", gpus.SHARE)
+NCCL = (
+    "NCCL_HOSTID", "NCCL_NET", "NCCL_MAX_CTAS", "NCCL_SOCKET_IFNAME", "NCCL_MULTI_RANK_GPU_ENABLE", gpus.SHARE,
+    "LOCAL_WORLD_SIZE",
+)  # fmt: skip
 
 
 class Host:
@@ -88,6 +91,17 @@ def test_ranks_that_may_share_are_hosts_of_their_own_to_nccl(monkeypatch: pytest
         "lo",
         "2",
     )
+
+
+def test_ranks_that_have_a_gpu_each_share_none_though_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, 2)
+    monkeypatch.setenv(gpus.SHARE, "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [host.take(rank, rank) for rank in range(2)] == [0, 1]
+    assert "NCCL_HOSTID" not in os.environ  # NCCL would send over sockets
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    host.take(2, 2)
+    assert "NCCL_HOSTID" in os.environ
 
 
 def test_what_the_environment_says_of_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
