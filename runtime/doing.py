@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 
+ENDED = "ended"  # the mark of a rank whose process has ended
 GONE = "gone"  # the mark of a rank that cannot be asked, since the store has gone
 MEETS = "meets"  # the mark of a rank that waits for all others to come to a point of the program
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .doing import GONE, MEETS, Doing, lines_of, named
+from .doing import ENDED, GONE, MEETS, Doing, lines_of, named
 
 _LOOK = 1.0  # seconds between two looks
 _SURE = 3  # looks at which all is as it was
@@ -85,8 +85,8 @@ def _what(entry: Mapping[str, Any]) -> str:
 
 
 class Overdue:
-    """The thread that looks. `record` gives the record, with `all` or only what is not over; `ask` what ranks do; `end`
-    ends this process with a text."""
+    """The thread that looks. `record` gives the record: counts, with or without the entries of what is under way; `ask`
+    what ranks do; `end` ends this process with a text."""
 
     def __init__(
         self, rank: int, record: Callable[[bool], Mapping[str, Any]],
@@ -143,7 +143,7 @@ class Overdue:
     def _hopeless(self) -> str:
         """Why those who have not come will not, if that is certain."""
         last = self._looks[-1]
-        if any(doing.mark == "ended" for doing in last.values()):
+        if any(doing.mark == ENDED for doing in last.values()):
             return "cannot come"
         same = len(self._looks) == _SURE and all(look == last for look in self._looks)
         marks = {doing.mark for doing in last.values()} if same else set[str]()

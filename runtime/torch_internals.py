@@ -222,13 +222,13 @@ def _batched_at(level: int, tensors: Sequence[Tensor]) -> bool:
     return any(len(remove_batch_dim(tensor, level, 0, 0)) > 0 for tensor in tensors)
 
 
-def flight_record(everything: bool | None = None) -> dict[str, Any]:
-    """What PyTorch has recorded of NCCL's collectives: of all of the last ones, of those that are not over (True), or
-    no more than how many each group has been given and has done (False)."""
+def flight_record(entries: bool = True, under_way: bool = False) -> dict[str, Any]:
+    """What PyTorch has recorded of NCCL's collectives: how many each group has been given and has done and, with
+    `entries`, one for each of the last ones, or of those alone that are `under_way`."""
     record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if record is None:
         return {"pg_config": {}, "pg_status": {}}
-    return json.loads(record(everything is not False, everything is True))  # type: ignore[no-any-return]
+    return json.loads(record(entries, under_way))  # type: ignore[no-any-return]
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from ..strategy.errors import RuntimeStateError
 from ..strategy.torch_mesh import has_nccl
 from .answering import AnsweringStore
-from .doing import GONE, MEETS, Doing, first_line, is_alive, last_words, lines_of, named, place_of
+from .doing import ENDED, GONE, MEETS, Doing, first_line, is_alive, last_words, lines_of, named, place_of
 from .flights import Overdue, end_process, flights, given
 from .functions import trail_of
 from .ledger import Ledger
@@ -80,7 +80,7 @@ class Watch:
         self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
-        self._overdue = Overdue(self.rank, flight_record, self.ask, self._end) if self._nccl else None
+        self._overdue = Overdue(self.rank, _record_under_way, self.ask, self._end) if self._nccl else None
 
     def _connected(self) -> Any:
         return dist.PrefixStore(self._prefix, _connection())  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ class Watch:
     def _leave_word(self) -> None:
         """What others are told when this process has ended."""
         given_here = given(flight_record()) if self._nccl else {}
-        word = Doing(last_words(self.failed), mark="ended", given=given_here)
+        word = Doing(last_words(self.failed), mark=ENDED, given=given_here)
         self._store.set(f"ended/{self.rank}", json.dumps(asdict(word)))
 
     def stop(self) -> str | None:
@@ -238,7 +238,7 @@ class Watch:
                 answer = json.loads(self._store.get(keys[0] if answered else keys[1]))
                 return Doing(**answer | {"waits_for": tuple(answer["waits_for"])})
             if self._is_gone(rank):
-                return Doing("has ended without a word, as a process does that is killed", mark="ended")
+                return Doing("has ended without a word, as a process does that is killed", mark=ENDED)
             if time.monotonic() > end:
                 return Doing("does not answer")
             time.sleep(0.02)
@@ -298,7 +298,7 @@ class Watch:
         Raises RuntimeStateError where a rank has ended meanwhile: PyTorch would wait for it until its timeout.
         """
         result = Future[T]()
-        gpu = torch.cuda.current_device() if has_nccl() else None  # a thread begins with the first
+        gpu = torch.cuda.current_device() if self._nccl else None  # a thread begins with the first
 
         def run() -> None:
             try:
@@ -402,7 +402,7 @@ class Watch:
     def _hopeless(self, looks: list[dict[int, Doing]], missing: set[int]) -> str:
         """Why those who are missing will not come, if that is certain."""
         last = looks[-1]
-        if any(doing.mark == "ended" for doing in last.values()):
+        if any(doing.mark == ENDED for doing in last.values()):
             return "cannot come"
         waiting = all(doing.waits_for for doing in last.values())
         for_us = any(set(doing.waits_for) - missing for doing in last.values())
@@ -421,6 +421,10 @@ def _is_over(work: Any, limit: timedelta | None) -> bool:
             raise
         return False
     return True
+
+
+def _record_under_way(entries: bool) -> dict[str, Any]:
+    return flight_record(entries, under_way=True)
 
 
 def _connection() -> Any:

@@ -93,7 +93,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "runtime/flights.py",
             (
                 "a rank that has not come and has ended is told of where a GPU waits for it",
-                'if any(doing.mark == "ended"', 'if False and any(doing.mark == "ended"',
+                "if any(doing.mark == ENDED", "if False and any(doing.mark == ENDED",
                 "runtime/test_flights.py::test_a_rank_that_has_not_come_and_has_ended_will_not",
             ),
             (
@@ -230,7 +230,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
         (
             "a wait ends where it is for a rank that has ended",
-            'if any(doing.mark == "ended" for doing in last.values()):', "if False:",
+            "if any(doing.mark == ENDED for doing in last.values()):", "if False:",
             "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (

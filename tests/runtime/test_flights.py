@@ -156,7 +156,7 @@ waits, how = pw.get_rank() == int(sys.argv[2]), sys.argv[1]
 torch.cuda.current_device, torch.cuda.set_device = (lambda: 0), (lambda gpu: None)
 watches.has_nccl = lambda group=None: True
 entries = [entry(1, over=True)] + ([entry(2, over=False)] if waits else [])
-watches.flight_record = lambda everything=None: record(*entries, done=1)
+watches.flight_record = lambda entries_too=True, under_way=False: record(*entries, done=1)
 agree("begin", [])
 print("begins")
 if waits:

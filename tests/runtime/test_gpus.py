@@ -175,14 +175,12 @@ def test_groups_of_nccl_are_connected_when_they_are_made_and_named(monkeypatch: 
 
 def test_a_thread_that_makes_groups_has_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins with the first GPU."""
-    from partway.runtime import watch as watches
-
     gpu = threading.local()
     gpu.index = 5
-    monkeypatch.setattr(watches, "has_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(gpu, "index", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(gpu, "index", index))
     own = object.__new__(Watch)
+    own._nccl = True
     assert own.together("make a group", torch.cuda.current_device) == 5
 
 
