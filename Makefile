@@ -20,7 +20,7 @@ endif
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.$(INSTALL)
-SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o -name '*.json') api/py.typed README.md LICENSE
+SOURCES := $(shell find -L partway -name '*.py' -o -name '*.json') partway/py.typed README.md LICENSE
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
@@ -116,16 +116,12 @@ docs: $(STAMP)
 docs-serve: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# The type checker and import-linter name a module by its path, so they read the wheel, unpacked beside the tools.
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(call build_wheel)
-	rm -rf $(VENV)/unpacked
-	$(PIP) install --quiet --no-deps --target $(VENV)/unpacked $(VENV)/dist/*.whl
-	MYPYPATH=$(VENV)/unpacked $(BIN)/mypy -p partway
-	MYPYPATH=$(VENV)/unpacked $(BIN)/mypy tests/types/uses.py
-	PYTHONPATH=$(VENV)/unpacked $(BIN)/lint-imports
+	$(BIN)/mypy -p partway
+	$(BIN)/mypy tests/types/uses.py
+	PYTHONPATH=. $(BIN)/lint-imports
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -135,7 +131,7 @@ install: $(STAMP)
 
 clean:
 	rm -rf .venv .venv-wheel .venv-oldest build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find api strategy propagation fusion runtime tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} +
+	find partway strategy propagation fusion runtime tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} +
 
 # No build isolation: an isolated build fetches its own setuptools, unpinned.
 $(VENV)/.editable: pyproject.toml constraints.txt

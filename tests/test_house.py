@@ -9,12 +9,11 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from sources import sources
 
-STAGES = ("strategy", "propagation", "fusion", "runtime")
 TESTS = Path(__file__).parent
 
 # A test, and the modules without one of their own names that it covers.
@@ -26,45 +25,45 @@ runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand
 api/ops/test_groups.py                 runtime: groups
-api/graphs/test_by_hand.py             api/ops: saved
-api/test_bad_input.py                  api: checks request; api/annotations: names statements
-api/test_context.py                    api/options: algo base fields in_force parallel refusals
-ecosystem/test_one_behaviour.py        api: state_dicts
+api/graphs/test_by_hand.py             partway/ops: saved
+api/test_bad_input.py                  partway: checks request; partway/annotations: names statements
+api/test_context.py                    partway/options: algo base fields in_force parallel refusals
+ecosystem/test_one_behaviour.py        partway: state_dicts
 ecosystem/test_around.py               runtime: split_operators
-ecosystem/test_kubernetes_outages.py   api/operator: lease
-ecosystem/test_resume.py               api: resume
-ecosystem/test_checkpoints.py          api/checkpoints: contents manifest progress ranks
-ecosystem/test_pretrained.py           api/checkpoints: pretrained
-ecosystem/test_frameworks.py           api/integrations: accelerate lightning peft transformers
-ecosystem/test_inference_layouts.py    api/checkpoints: per_rank rank_files
-api/test_compiling.py                  api: plan_inputs; api/annotations: annotate
-api/graphs/test_saving.py              api/graphs: files figures index operators record stages text
-api/graphs/test_compare.py             api/graphs: saved
-api/checking/test_programs.py          api/checking: checker matching measured ranks reasons records
-api/checking/test_reports.py           api/checking: report
-api/test_guard.py                      api/reuse: guard
-api/test_planned.py                    api/reuse: courses replanning
-api/test_threads.py                    api: attached engine planning
-api/measure/test_bench.py              api/measure: workloads
-api/measure/test_calibrate.py          api/measure: clock collectives
-api/measure/test_operators.py          api/measure: probes
+ecosystem/test_kubernetes_outages.py   partway/operator: lease
+ecosystem/test_resume.py               partway: resume
+ecosystem/test_checkpoints.py          partway/checkpoints: contents manifest progress ranks
+ecosystem/test_pretrained.py           partway/checkpoints: pretrained
+ecosystem/test_frameworks.py           partway/integrations: accelerate lightning peft transformers
+ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
+api/test_compiling.py                  partway: plan_inputs; partway/annotations: annotate
+api/graphs/test_saving.py              partway/graphs: files figures index operators record stages text
+api/graphs/test_compare.py             partway/graphs: saved
+api/checking/test_programs.py          partway/checking: checker matching measured ranks reasons records
+api/checking/test_reports.py           partway/checking: report
+api/test_guard.py                      partway/reuse: guard
+api/test_planned.py                    partway/reuse: courses replanning
+api/test_threads.py                    partway: attached engine planning
+api/measure/test_bench.py              partway/measure: workloads
+api/measure/test_calibrate.py          partway/measure: clock collectives
+api/measure/test_operators.py          partway/measure: probes
 models/test_second_derivatives.py      propagation/ops: constants; propagation/program: derivative
 models/test_second_derivatives.py      runtime: batched transformed
-models/test_step_overhead.py           api: runner; api/measure: contenders
-models/test_cache.py                   api: cache
-models/test_changing_sizes.py          api/reuse: sizes
-models/test_constraints.py             api/annotations: constrain
-models/test_flat_devices.py            api/annotations: meshes
-models/test_features.py                api: sharded sharding
-models/test_gloo_features.py           api: alike
-models/test_own_parts.py               api/annotations: given; runtime: own_parts
-models/test_gloo_dtensors.py           api: dtensors
-models/test_materialize.py             api: materialize; propagation/capture: initialisers
-models/test_contents.py                api/reuse: contents
-models/test_state.py                   api/reuse: effects facts libraries names reachable snapshot state
-data/test_views.py                     api/data: random_views view window
-data/test_reader.py                    api/data: epoch extras source tiff_source zarr_source
-data/test_web_decode.py                api/data: web web_pipeline
+models/test_step_overhead.py           partway: runner; partway/measure: contenders
+models/test_cache.py                   partway: cache
+models/test_changing_sizes.py          partway/reuse: sizes
+models/test_constraints.py             partway/annotations: constrain
+models/test_flat_devices.py            partway/annotations: meshes
+models/test_features.py                partway: sharded sharding
+models/test_gloo_features.py           partway: alike
+models/test_own_parts.py               partway/annotations: given; runtime: own_parts
+models/test_gloo_dtensors.py           partway: dtensors
+models/test_materialize.py             partway: materialize; propagation/capture: initialisers
+models/test_contents.py                partway/reuse: contents
+models/test_state.py                   partway/reuse: effects facts libraries names reachable snapshot state
+data/test_views.py                     partway/data: random_views view window
+data/test_reader.py                    partway/data: epoch extras source tiff_source zarr_source
+data/test_web_decode.py                partway/data: web web_pipeline
 strategy/test_notation.py              strategy: choice
 strategy/test_validate.py              strategy: errors
 models/test_interrupts.py              strategy: afterwards
@@ -100,7 +99,7 @@ fusion/test_schedule.py                fusion: updates
 runtime/test_stretches.py              runtime: functions
 models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
-api/ps/test_clusters.py                api/ps: jobs live saving workers; runtime/ps: client cluster
+api/ps/test_clusters.py                partway/ps: jobs live saving workers; runtime/ps: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
 api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
 api/test_islands.py                    propagation/islands: flows island variance writing
@@ -117,31 +116,14 @@ def covered() -> Iterator[tuple[str, str]]:
             yield from ((test, f"{folder}/{name}.py") for name in names.split())
 
 
-def modules() -> dict[str, Path]:
-    """The file of each module by its path in the checkout: `propagation/search/exact.py`, `api/sharding.py`."""
-    spec = find_spec("partway")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    files = {}
-    for stage in ("api", *STAGES):
-        within = find_spec("partway" if stage == "api" else f"partway.{stage}")
-        assert within is not None
-        assert within.submodule_search_locations
-        folder = Path(within.submodule_search_locations[0])
-        for path in sorted(folder.rglob("*.py")):
-            inside = path.relative_to(folder)
-            if stage != "api" or inside.parts[0] not in STAGES:  # a wheel has the stages in the folder of api/
-                files[f"{stage}/{inside.as_posix()}"] = path
-    return files
-
-
-MODULES = modules()
+MODULES = sources()
 
 
 def twin(module: str) -> Path:
-    """The test of a module's name in the folder that mirrors its own; tests of api/data are in tests/data."""
-    folder, _, name = module.replace("api/data/", "data/").rpartition("/")
-    return TESTS / folder / f"test_{name}"
+    """The test of a module's name in the folder that mirrors its own: tests of partway/ are in tests/api, those of
+    partway/data in tests/data."""
+    folder, _, name = module.replace("partway/data/", "data/").rpartition("/")
+    return TESTS / folder.replace("partway", "api") / f"test_{name}"
 
 
 def test_each_module_has_a_test_of_its_name_or_is_covered_by_others() -> None:

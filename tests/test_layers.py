@@ -1,7 +1,7 @@
-"""Layers go one way: strategy < propagation < fusion < runtime < the modules of api/.
+"""Layers go one way: strategy < propagation < fusion < runtime < the modules of partway/.
 
 Import-linter checks the four stages (pyproject.toml). Here the sources themselves are read, so that a new
-module of api/ is covered without being listed anywhere.
+module of partway/ is covered without being listed anywhere.
 """
 
 from __future__ import annotations
@@ -9,30 +9,19 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
-from importlib.util import find_spec, resolve_name
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from sources import STAGES, layer_of, package_of, sources
 from torch.distributed.tensor import DTensor
 
-STAGES = ("strategy", "propagation", "fusion", "runtime")
 
-
-def folder(package: str) -> Path:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0])
-
-
-def sources(layer: str) -> list[Path]:
-    """The files of a stage, or of api/ (a wheel has the stages inside that folder, which do not belong to it)."""
-    if layer == "api":
-        root = folder("partway")
-        return sorted(path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in STAGES)
-    return sorted(folder(f"partway.{layer}").rglob("*.py"))
+def modules(layer: str) -> dict[str, Path]:
+    """The files of a stage, or of partway/."""
+    return {name: path for name, path in sources().items() if layer_of(name) == layer}
 
 
 def imports(source: Path, package: str) -> Iterator[tuple[int, str, bool]]:
@@ -45,22 +34,15 @@ def imports(source: Path, package: str) -> Iterator[tuple[int, str, bool]]:
             yield from ((node.lineno, f"{module}.{alias.name}", node.level > 0) for alias in node.names)
 
 
-def package_of(source: Path, layer: str) -> str:
-    if layer == "api":
-        return "partway"
-    inside = source.relative_to(folder(f"partway.{layer}")).parent.parts
-    return ".".join(("partway", layer, *inside))
-
-
 def breaks(layer: str) -> list[str]:
     """Every import of `layer` that the layers forbid, with its place."""
     allowed = STAGES[: STAGES.index(layer) + 1]
     found = []
-    for source in sources(layer):
-        for line, name, relative in imports(source, package_of(source, layer)):
+    for module, source in modules(layer).items():
+        for line, name, relative in imports(source, package_of(module)):
             first, _, rest = name.partition(".")
-            place = f"{layer}/{source.name}:{line} imports {name}"
-            if first in {*STAGES, "api"}:
+            place = f"{module}:{line} imports {name}"
+            if first in STAGES:
                 found.append(f"{place}: a second copy of the same classes")
             elif first == "partway" and rest.partition(".")[0] not in allowed:
                 found.append(f"{place}: {layer} may import {', '.join(allowed)}")
@@ -107,7 +89,7 @@ def bound_names(layer_sources: list[Path]) -> set[str]:
 @functools.cache
 def ours() -> set[str]:
     """The private names that the package defines."""
-    return bound_names([source for layer in (*STAGES, "api") for source in sources(layer)])
+    return bound_names(list(sources().values()))
 
 
 @functools.cache
@@ -151,12 +133,11 @@ def test_a_stage_imports_only_the_stages_before_it(layer: str) -> None:
     assert not breaks(layer), "\n".join(breaks(layer))
 
 
-@pytest.mark.parametrize("layer", [*STAGES, "api"])
+@pytest.mark.parametrize("layer", [*STAGES, "partway"])
 def test_only_the_torch_internals_of_a_layer_use_private_names_of_torch(layer: str) -> None:
     uses = {
-        str(source): private_torch_names(source, package_of(source, layer))
-        | private_attributes(source, ours(), of_torch())
-        for source in sources(layer)
+        name: private_torch_names(source, package_of(name)) | private_attributes(source, ours(), of_torch())
+        for name, source in modules(layer).items()
     }
     uses = {name: private for name, private in uses.items() if private and not name.endswith("torch_internals.py")}
     assert not uses, f"use torch's internals by the torch_internals of a stage: {uses}"
@@ -180,7 +161,7 @@ def test_a_forbidden_import_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: str, complaint: str | None
 ) -> None:
     (tmp_path / "made.py").write_text(written, encoding="utf-8")
-    monkeypatch.setitem(globals(), "folder", lambda package: tmp_path)
+    monkeypatch.setitem(globals(), "sources", lambda: {"strategy/made.py": tmp_path / "made.py"})
     found = breaks("strategy")
     assert len(found) == (complaint is not None)
     assert complaint is None or complaint in found[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
+
+from sources import sources
 
 MODULES = (
     "cloudpickle", "code", "codeop", "ctypes", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "pty",
@@ -30,44 +30,54 @@ LOADERS = (
     "yaml",
 )  # of which `load` runs or unpickles
 BETWEEN_RANKS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-STAGES = ("strategy", "propagation", "fusion", "runtime")
-
 # file, what it uses, how often: why it may
 ALLOWED = {
-    ("api/__init__.py", "import_module", 3): "imports this package's own modules, by a table in the code",
+    ("partway/__init__.py", "import_module", 3): "imports this package's own modules, by a table in the code",
     (
-        "api/integrations/lightning.py",
+        "partway/integrations/lightning.py",
         "objects between ranks",
         1,
     ): "pickled by another process of the same job, for this one",
-    ("api/measure/bench.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
-    ("api/measure/calibrate.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
-    ("api/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
-    ("api/jobs.py", "subprocess.run", 1): "see above",
-    ("api/operator/manifests.py", "import yaml", 1): "its safe_load_all and safe_dump_all: plain values only",
-    ("api/ps/jobs.py", "import ctypes", 1): "for prctl of the system's own C library, with numbers of this file",
-    ("api/ps/jobs.py", "ctypes.CDLL", 1): "see above",
-    ("api/ps/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
-    ("api/ps/jobs.py", "subprocess.Popen", 1): "see above",
-    ("api/ps/workers.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
+    ("partway/measure/bench.py", "spawn", 1): "starts the processes that are measured, of this package's function",
+    (
+        "partway/measure/calibrate.py",
+        "spawn",
+        1,
+    ): "starts the processes that are measured, of this package's function",
+    ("partway/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
+    ("partway/jobs.py", "subprocess.run", 1): "see above",
+    ("partway/operator/manifests.py", "import yaml", 1): "its safe_load_all and safe_dump_all: plain values only",
+    ("partway/ps/jobs.py", "import ctypes", 1): "for prctl of the system's own C library, with numbers of this file",
+    ("partway/ps/jobs.py", "ctypes.CDLL", 1): "see above",
+    ("partway/ps/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
+    ("partway/ps/jobs.py", "subprocess.Popen", 1): "see above",
+    ("partway/ps/workers.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
     ("runtime/ps/cluster.py", "import subprocess", 1): "starts Ray's own processes",
     ("runtime/ps/cluster.py", "subprocess.Popen", 2): "see above",
     ("runtime/ps/keeper.py", "import subprocess", 1): "starts Ray, as cluster.py says on its command line",
     ("runtime/ps/keeper.py", "subprocess.Popen", 1): "see above",
     ("runtime/ps/cluster.py", "import_module", 1): "ray, by its name",
-    ("api/user_rules.py", "import marshal", 1): "writes the code of a rule's local form, for a digest; nothing is read",
-    ("api/user_rules.py", "marshal.dumps", 1): "see above",
-    ("api/named.py", "import_module", 1): "a module that a person names on the command line, as for `python -m`",
-    ("api/named.py", "exec_module", 1): "a file that a person names on the command line, as for `python FILE`",
-    ("api/checkpoints/contents.py", "torch.load", 1): "with weights_only=True, which makes tensors and plain values",
-    ("api/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
     (
-        "api/checkpoints/ranks.py",
+        "partway/user_rules.py",
+        "import marshal",
+        1,
+    ): "writes the code of a rule's local form, for a digest; reads none",
+    ("partway/user_rules.py", "marshal.dumps", 1): "see above",
+    ("partway/named.py", "import_module", 1): "a module that a person names on the command line, as for `python -m`",
+    ("partway/named.py", "exec_module", 1): "a file that a person names on the command line, as for `python FILE`",
+    (
+        "partway/checkpoints/contents.py",
+        "torch.load",
+        1,
+    ): "with weights_only=True: tensors and plain values",
+    ("partway/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
+    (
+        "partway/checkpoints/ranks.py",
         "objects between ranks",
         1,
     ): "pickled by another process of the same job, for this one",
-    ("api/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
-    ("api/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
+    ("partway/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
+    ("partway/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
     ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",
     ("propagation/ops/functions.py", "exec", 1): "see above",
     ("runtime/random_state.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
@@ -75,19 +85,6 @@ ALLOWED = {
     ("runtime/functions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
     ("runtime/functions.py", "exec", 1): "see above",
 }
-
-
-def sources() -> Iterator[tuple[str, Path]]:
-    """Every module of the package, by the name that it has in a checkout."""
-    for package, folder in (("partway", "api"), *((f"partway.{stage}", stage) for stage in STAGES)):
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations
-        root = Path(spec.submodule_search_locations[0])
-        for path in sorted(root.rglob("*.py")):
-            place = path.relative_to(root)
-            if package != "partway" or place.parts[0] not in STAGES:  # a wheel has the stages inside
-                yield f"{folder}/{place.as_posix()}", path
 
 
 def uses(tree: ast.Module) -> Iterator[str]:
@@ -116,7 +113,7 @@ def uses(tree: ast.Module) -> Iterator[str]:
 
 
 def found() -> dict[str, list[str]]:
-    return {name: sorted(uses(ast.parse(path.read_text(encoding="utf-8")))) for name, path in sources()}
+    return {name: sorted(uses(ast.parse(path.read_text(encoding="utf-8")))) for name, path in sources().items()}
 
 
 def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
@@ -129,8 +126,8 @@ def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
 def test_all_modules_are_looked_at() -> None:
     names = set(found())
     assert {
-        "api/cache.py",
-        "api/data/web.py",
+        "partway/cache.py",
+        "partway/data/web.py",
         "strategy/files.py",
         "propagation/plan/stored.py",
         "propagation/plan/forms.py",

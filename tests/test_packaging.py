@@ -10,52 +10,49 @@ import os
 import re
 import sysconfig
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from lowest import constraints
+from sources import STAGES, sources
 
 import partway
 
 CHECKOUT = Path(os.environ.get("PARTWAY_CHECKOUT", Path(__file__).parents[1])).resolve()
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
 DESIGN = sorted((CHECKOUT / "docs" / "design").glob("*.md"))
-TABLE: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
 
 
 def installed_folder(package: str) -> Path:
     spec = find_spec(package)
-    assert spec is not None, f"{package} is in the packages table and is not installed"
+    assert spec is not None, f"{package} is not installed"
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]).resolve()
 
 
-def test_the_packages_table_names_the_folders_of_the_package_dir_table() -> None:
-    assert PROJECT["tool"]["setuptools"]["packages"] == list(TABLE)
+def test_every_source_file_is_installed() -> None:
+    on_disk = {path.relative_to(CHECKOUT).as_posix() for top in (*STAGES, "partway") for path in files(CHECKOUT / top)}
+    assert on_disk == sources().keys()
 
 
-def test_every_folder_of_the_table_is_a_package_on_disk() -> None:
-    assert [path for path in TABLE.values() if not (CHECKOUT / path / "__init__.py").is_file()] == []
+def files(folder: Path) -> Iterator[Path]:
+    """The modules of a folder, without what it links to."""
+    return (path for path in folder.rglob("*.py") if not any(parent.is_symlink() for parent in path.parents))
 
 
-def test_every_package_on_disk_is_in_the_table() -> None:
-    tops = [p.parent for p in CHECKOUT.glob("*/__init__.py") if p.parent.name != "tests"]
-    inner = [p.parent for path in TABLE.values() for p in (CHECKOUT / path).rglob("*.py")]
-    assert {p.relative_to(CHECKOUT).as_posix() for p in [*tops, *inner]} == set(TABLE.values())
-
-
-@pytest.mark.parametrize("package", TABLE)
-def test_every_source_file_is_installed(package: str) -> None:
-    on_disk = {p.name for p in (CHECKOUT / TABLE[package]).glob("*.py")}
-    assert {p.name for p in installed_folder(package).glob("*.py")} == on_disk
+def test_the_stages_are_linked_to() -> None:
+    assert {path.name: str(path.readlink()) for path in (CHECKOUT / "partway").iterdir() if path.is_symlink()} == {
+        stage: f"../{stage}" for stage in STAGES
+    }
 
 
 @pytest.mark.parametrize("package", PROJECT["tool"]["setuptools"]["package-data"])
 def test_every_data_file_of_the_table_is_installed(package: str) -> None:
     for pattern in PROJECT["tool"]["setuptools"]["package-data"][package]:
-        on_disk = {p.name for p in (CHECKOUT / TABLE[package]).glob(pattern)}
+        on_disk = {path.name for path in CHECKOUT.joinpath(*package.split(".")).glob(pattern)}
         assert on_disk
         assert {p.name for p in installed_folder(package).glob(pattern)} == on_disk
 

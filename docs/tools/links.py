@@ -1,36 +1,23 @@
 """What the site needs beside the pages: hooks of MkDocs.
 
-Pages link to files of the repository as a reader of the repository needs it, `../api/sharding.py`. In the site such a
-file is a page of its own, under `repository/`, which no search finds. The API is read from the sources, which lie in
-other folders than the modules' names say: from a folder of links that has the names.
+Pages link to files of the repository as a reader of the repository needs it, `../partway/sharding.py`. In the site
+such a file is a page of its own, under `repository/`, which no search finds.
 """
 
 from __future__ import annotations
 
-import atexit
 import posixpath
 import re
-import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")
 _FENCE = re.compile(r"^ *```.*?^ *```", re.S | re.M)
-
-
-@event_priority(100)  # before mkdocstrings reads it
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The folder in which the API is looked for."""
-    if "mkdocstrings" in config.plugins:
-        config.plugins["mkdocstrings"].config.handlers = {"python": {**_handler(config), "paths": [str(_packages())]}}
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -57,23 +44,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({posixpath.relpath(target, posixpath.dirname(uri))}"
 
     return "".join(part if fence else _LINK.sub(link, part) for part, fence in _parts(markdown))
-
-
-def _handler(config: MkDocsConfig) -> dict[str, object]:
-    return dict(config.plugins["mkdocstrings"].config.handlers["python"])
-
-
-def _packages() -> Path:
-    """A folder with links that have the names of the packages: partway/strategy is strategy/."""
-    folder = tempfile.TemporaryDirectory(prefix="partway-site-")
-    atexit.register(folder.cleanup)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    for package, path in project["tool"]["setuptools"]["package-dir"].items():
-        made = Path(folder.name, *package.split("."))
-        made.mkdir(parents=True, exist_ok=True)
-        for source in (ROOT / path).glob("*.py"):
-            (made / source.name).symlink_to(source)
-    return Path(folder.name)
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:

@@ -6,7 +6,7 @@ A graph has one course. torch.export refuses a function that asks, so it is capt
 answered as eager PyTorch would answer them: by the real values of the call. All operators that run before a question
 are recorded; those that it follows from are run on the tensors of the call. Questions and answers are kept with the
 graph, and every later call is asked again: another answer is another course, with a plan of its own
-(api/reuse/courses.py).
+(partway/reuse/courses.py).
 
 A bool that follows from a matrix product or a convolution would cost as much as the net before it, on every call and
 on whole tensors. It is answered late: a capture assumes an answer (one on which the function does not raise, if there

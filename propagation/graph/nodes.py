@@ -122,11 +122,8 @@ def is_persons(filename: str) -> bool:
 @cache
 def _others() -> tuple[str, ...]:
     """How the names of other files begin."""
-    torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    stages = ("api", "strategy", "propagation", "fusion", "runtime")
-    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))  # a checkout has the tests and examples too
-    folders = [ours] if installed else [os.path.join(ours, stage) for stage in stages]
-    return ("<", *(os.path.join(folder, "") for folder in (torchs, *folders)))
+    ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    return ("<", *(os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), ours)))
 
 
 def region_of(node: fx.Node) -> int | None:

@@ -12,7 +12,6 @@ pass in the copy as it is, and to fail in what is left.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shutil
 import subprocess
@@ -24,9 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+from sources import sources
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "mutations.md"
-STAGES = ("strategy", "propagation", "fusion", "runtime")
 SECONDS = 200  # of a test: what waits without end has failed by then
 PASSED, FAILED = 0, 1  # what pytest ends with; other numbers say that the test did not run
 
@@ -134,7 +136,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/placing.py",
+            "partway/placing.py",
             (
                 "parameters are compared when a module is sharded",
                 'facts += facts_of(named, "seed every rank alike, or set parameter_broadcast=True")', "pass",
@@ -178,7 +180,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/engine.py",
+            "partway/engine.py",
             (
                 "where one rank's part has another shape, all ranks look for another plan",
                 "if last is not None and last.runner.own and placing()", "if False and placing()",
@@ -392,7 +394,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/placing.py",
+            "partway/placing.py",
             (
                 "each call's inputs are noted",
                 "ranks.given([tensors[i] for i in wholes], where)", "pass",
@@ -531,7 +533,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "Checkpoints are whole and of all ranks": (
         *of_file(
-            "api/checkpoints/saving.py",
+            "partway/checkpoints/saving.py",
             (
                 "what ranks do not hold alike is not saved",
                 "if found := differing(", "if found := [] and differing(",
@@ -562,7 +564,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/checkpoints/ranks.py",
+            "partway/checkpoints/ranks.py",
             (
                 "what failed on one rank while it saves or loads is an error on all",
                 'if text), None)', "if False), None)",
@@ -570,7 +572,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/checkpoints/folder.py",
+            "partway/checkpoints/folder.py",
             (
                 "one job at a time saves into a folder",
                 "if not ours:", "if False:",
@@ -578,7 +580,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/checkpoints/loading.py",
+            "partway/checkpoints/loading.py",
             (
                 "files have the sizes that they had",
                 "if file.stat().st_size != size:", "if False:",
@@ -606,7 +608,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/checkpoints/manifest.py",
+            "partway/checkpoints/manifest.py",
             (
                 "a manifest is what it was",
                 "if manifest.checksum != _checksum_of(tree):", "if False:",
@@ -621,7 +623,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "A program serves only the calls that it was made for": (
         *of_file(
-            "api/reuse/guard.py",
+            "partway/reuse/guard.py",
             (
                 "a call has the options of the plan",
                 "(context is self.context or context == self.context)", "True",
@@ -719,7 +721,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/reuse/state.py",
+            "partway/reuse/state.py",
             (
                 "attributes that the code reads are as they were",
                 "all(map(is_, map(getitem, self._stores, self._keys), self._values))", "True",
@@ -749,7 +751,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "What is on disk is used only for what it was made for": (
         *of_file(
-            "api/cache.py",
+            "partway/cache.py",
             (
                 "an entry is what was written",
                 r'if head + b"\n" != self._head(name, data):', "if False:",
@@ -822,7 +824,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/compiling.py",
+            "partway/compiling.py",
             (
                 "a plan on disk is of these rules of users' operators",
                 "text_of(inputs.rules),", "",
@@ -830,7 +832,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "api/reuse/captures.py",
+            "partway/reuse/captures.py",
             (
                 "a capture is of what the code reads",
                 "own, reads, call.structure.key()", "own, call.structure.key()",
@@ -863,7 +865,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "What was ended goes on as if it had not been": (
         *of_file(
-            "api/resume.py",
+            "partway/resume.py",
             (
                 "random generators go on as they were",
                 "self._set_random(_named(found, _NOW))", "pass",
@@ -969,9 +971,7 @@ def all_of(files: Sequence[str] = ()) -> list[Mutation]:
 
 def source_of(file: str) -> Path:
     """The file with that path in the checkout; a wheel has it elsewhere."""
-    stage, _, inside = file.partition("/")
-    package = importlib.import_module("partway" if stage == "api" else f"partway.{stage}")
-    return Path(str(package.__file__)).parent / inside
+    return sources()[file]
 
 
 def changed(row: Mutation) -> str:
@@ -986,11 +986,10 @@ def copied() -> Iterator[Path]:
     """A folder with a copy of Partway, and of its tests."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        skipped = shutil.ignore_patterns("__pycache__", *STAGES)
-        shutil.copytree(source_of("api/__init__.py").parent, tree / "partway", ignore=skipped)
-        for stage in STAGES:
-            found = source_of(f"{stage}/__init__.py").parent
-            shutil.copytree(found, tree / "partway" / stage, ignore=shutil.ignore_patterns("__pycache__"))
+        package = source_of("partway/__init__.py").parent
+        shutil.copytree(
+            package, tree / "partway", ignore=shutil.ignore_patterns("__pycache__")
+        )  # with what it links to
         for part in ("tests", "benchmarks", "examples", "pyproject.toml"):
             copy = shutil.copy if (ROOT / part).is_file() else shutil.copytree
             copy(ROOT / part, tree / part)

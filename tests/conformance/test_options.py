@@ -1,13 +1,9 @@
 """docs/options.md says of every option what the options say, and names every variable of the environment."""
 
 import re
-from pathlib import Path
 
 import options
-
-import partway
-
-ROOT = Path(partway.__file__).parent
+from sources import sources
 
 
 def test_the_page_lists_every_option_as_help_does():
@@ -16,11 +12,7 @@ def test_the_page_lists_every_option_as_help_does():
 
 
 def test_the_page_names_every_variable_of_the_environment():
-    stages = {Path(str(__import__(f"partway.{name}", fromlist=["x"]).__file__)).parent for name in STAGES}
-    sources = [path.read_text(encoding="utf-8") for folder in {ROOT, *stages} for path in folder.rglob("*.py")]
-    read = {name for source in sources for name in re.findall(r"\"((?:PARTWAY|MS)_[A-Z_]+)\"", source)}
+    texts = [path.read_text(encoding="utf-8") for path in sources().values()]
+    read = {name for source in texts for name in re.findall(r"\"((?:PARTWAY|MS)_[A-Z_]+)\"", source)}
     text = options.PAGE.read_text(encoding="utf-8")
     assert sorted(name for name in read - {"MS_WORKER", "MS_SCHED"} if f"`{name}`" not in text) == []
-
-
-STAGES = ("strategy", "propagation", "fusion", "runtime")

@@ -23,13 +23,10 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway import fusion, propagation, runtime, strategy
 from partway.attached import engine_of
 from partway.sharded import ShardedModule
 
-OURS = tuple(
-    os.path.dirname(str(package.__file__)) + os.sep for package in (pw, fusion, propagation, runtime, strategy)
-)
+OURS = os.path.dirname(str(pw.__file__)) + os.sep
 OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 
 

@@ -208,7 +208,7 @@ def scale(
 @kubernetes.command()
 def manifests(
     namespace: Annotated[str, typer.Option(help="where the operator runs")] = "partway-system",
-    image: Annotated[str, typer.Option(help="its image, as api/operator/Dockerfile makes it")] = "partway-operator",
+    image: Annotated[str, typer.Option(help="its image, as partway/operator/Dockerfile makes it")] = "partway-operator",
     watch: Annotated[
         list[str] | None,
         typer.Option(help="serve the jobs of this namespace, with rights in it alone [all]; may be repeated"),

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from partway.propagation.graph.nodes import is_persons
 from partway.strategy.errors import RuntimeStateError, shown
 from partway.strategy.suggest import did_you_mean
 
 T = TypeVar("T")
-_HERE = Path(__file__).parent
 
 
 def find(name: str, what: str = "model") -> Any:
@@ -120,15 +120,10 @@ def own_lines(error: BaseException) -> str:
 
 
 def _is_theirs(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
     path = Path(filename).resolve()
-    return not any(path.is_relative_to(folder) for folder in (*_libraries(), *_OURS))
+    return is_persons(filename) and not any(path.is_relative_to(folder) for folder in _libraries())
 
 
 def _libraries() -> Iterator[Path]:
     for folder in (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()):
         yield Path(folder).resolve()
-
-
-_OURS = [_HERE, *(_HERE.parent / stage for stage in ("strategy", "propagation", "fusion", "runtime"))]
