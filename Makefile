@@ -63,14 +63,14 @@ conformance: $(STAMP) $(VENV)/.ray oldest
 # Jobs on a real API server of Kubernetes, which is built from Debian's sources the first time, as root: 4 to 20 minutes.
 conformance-k8s: $(STAMP)
 	bash tests/helpers/build_kubernetes.sh
-	$(call pytest,-m slow tests/ecosystem/test_kubernetes.py)
+	$(call pytest,-m slow tests/kits/operator/test_kubernetes.py)
 
 # What is relied on of PyTorch's private names, and a slice of the tests, with the lower bounds of pyproject.toml: on
 # Python 3.11 or 3.12, since later ones have no NumPy 1.26. The warnings are what typer 0.16 gets from a newer click.
 oldest: .venv-oldest/.stamp
 	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" \
 	  -W "ignore:'click.utils.get_:DeprecationWarning" --hypothesis-profile dev \
-	  tests/test_torch_internals.py tests/models/test_models.py tests/api tests/data $(QUICK)
+	  tests/test_torch_internals.py tests/models/test_models.py tests/api tests/kits/data $(QUICK)
 
 .venv-oldest/.stamp: pyproject.toml constraints.txt tests/helpers/lowest.py
 	$(PYTHON) -m venv --clear .venv-oldest

@@ -27,9 +27,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import partway as pw
-from partway.runtime.ps import cluster
-from partway.runtime.ps.client import Client
-from partway.runtime.ps.update import Shard, Table
+from partway.ps.service import cluster
+from partway.ps.service.client import Client
+from partway.ps.service.update import Shard, Table
 
 LAYERS, ROWS, WIDE, WARM = 6, 1_000_000, 64, 3
 LEARNING = {"lr": 0.01, "momentum": 0.9}

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         set_auto_parallel_context,
     )
     from partway.fusion.timeline import save_chrome_trace
+    from partway.integrations.loss_monitor import LossMonitor
     from partway.islands import manual
-    from partway.loss_monitor import LossMonitor
     from partway.ops.groups import (
         GlobalComm,
         create_group,
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     )
     from partway.ops.where import axis_index, axis_size, set_mesh
     from partway.propagation.plan.plan import Plan
+    from partway.ps.context import set_ps_context
     from partway.ps.marks import set_param_ps
     from partway.resume import Resume
     from partway.runtime.process import init, shutdown
     from partway.runtime.record import record_collectives
-    from partway.security import set_ps_context
     from partway.sharding import shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.show.timeline import record_timeline
@@ -99,7 +99,7 @@ _HOMES = {
     "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
-    "loss_monitor": "LossMonitor",
+    "integrations.loss_monitor": "LossMonitor",
     "islands": "manual",
     "ops.groups": """GlobalComm create_group destroy_group get_group_rank_from_world_rank get_group_size get_local_rank
         get_rank get_world_rank_from_group_rank""",
@@ -109,7 +109,7 @@ _HOMES = {
     "resume": "Resume",
     "runtime.process": "init shutdown",
     "runtime.record": "record_collectives",
-    "security": "set_ps_context",
+    "ps.context": "set_ps_context",
     "sharding": "shard",
     "show.sharding": "ShardingPicture visualize_sharding",
     "show.timeline": "record_timeline",

@@ -108,7 +108,7 @@ def doctor(
     if found is None:
         _print_facts("none: models run on virtual devices in this process")
         raise typer.Exit(1 if _print_findings(1, profile) else 0)
-    from partway import reach
+    from partway.doctor import reach
 
     wrong = False
     try:
@@ -208,7 +208,7 @@ def scale(
 @kubernetes.command()
 def manifests(
     namespace: Annotated[str, typer.Option(help="where the operator runs")] = "partway-system",
-    image: Annotated[str, typer.Option(help="its image, as partway/operator/Dockerfile makes it")] = "partway-operator",
+    image: Annotated[str, typer.Option(help="its image, as kits/operator/Dockerfile makes it")] = "partway-operator",
     watch: Annotated[
         list[str] | None,
         typer.Option(help="serve the jobs of this namespace, with rights in it alone [all]; may be repeated"),
@@ -518,7 +518,7 @@ def _devices() -> list[str]:
 def _print_findings(processes: int, profile: str | None, where: str = "") -> bool:
     """Print what is wrong here and what to do. Returns whether anything is, which advice is not. `where`: the host, for
     those that are not rank 0's."""
-    from partway.findings import findings
+    from partway.doctor.findings import findings
 
     found = findings(processes, profile)
     for finding in found:
@@ -529,7 +529,7 @@ def _print_findings(processes: int, profile: str | None, where: str = "") -> boo
 def _print_facts(launcher: str) -> None:
     import torch
 
-    from partway.findings import has_backend
+    from partway.doctor.findings import has_backend
 
     facts = {
         "partway": installed_version("partway"),

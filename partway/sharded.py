@@ -26,6 +26,7 @@ from partway.propagation.torch_internals import COMPILED_CALL, compiled_call_of,
 from partway.runtime.process import get_rank, launched
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
+from partway.strategy.kits import Door
 
 if TYPE_CHECKING:
     from partway.checkpoints.per_rank import WeightLayout
@@ -203,9 +204,7 @@ def _saves_pretrained(cls: Any) -> Callable[..., Any]:
         if not launched():
             return cls.save_pretrained(self, save_directory, **options)
         if any(base.__name__ == "PeftModel" for base in cls.__mro__):
-            from partway.integrations import peft
-
-            return peft.save_pretrained(self, save_directory, **options)
+            return Door.SAVE_ADAPTER(self, save_directory, **options)
         from partway.checkpoints import pretrained
 
         return pretrained.save_pretrained(self, functools.partial(cls.save_pretrained, self), save_directory, options)

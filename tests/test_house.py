@@ -30,26 +30,26 @@ api/test_bad_input.py                  partway: checks request; partway/annotati
 api/test_context.py                    partway/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        partway: state_dicts
 ecosystem/test_around.py               runtime: split_operators
-ecosystem/test_kubernetes_outages.py   partway/operator: lease
+kits/operator/test_kubernetes_outages.py   kits/operator: lease
 ecosystem/test_resume.py               partway: resume
 ecosystem/test_checkpoints.py          partway/checkpoints: contents manifest progress ranks
 ecosystem/test_pretrained.py           partway/checkpoints: pretrained
-ecosystem/test_frameworks.py           partway/integrations: accelerate lightning peft transformers
+kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
 ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
 api/test_compiling.py                  partway: plan_inputs; partway/annotations: annotate
 api/graphs/test_saving.py              partway/graphs: files figures index operators record stages text
 api/graphs/test_compare.py             partway/graphs: saved
-api/checking/test_programs.py          partway/checking: checker matching measured ranks reasons records
-api/checking/test_reports.py           partway/checking: report
+kits/checking/test_programs.py          kits/checking: checker matching measured ranks reasons records
+kits/checking/test_reports.py           kits/checking: report
 api/test_guard.py                      partway/reuse: guard
 api/test_planned.py                    partway/reuse: courses replanning
 api/test_threads.py                    partway: attached engine planning
-api/measure/test_bench.py              partway/measure: workloads
-api/measure/test_calibrate.py          partway/measure: clock collectives
-api/measure/test_operators.py          partway/measure: probes
+kits/measure/test_bench.py              kits/measure: workloads
+kits/measure/test_calibrate.py          kits/measure: clock collectives
+kits/measure/test_operators.py          kits/measure: probes
 models/test_second_derivatives.py      propagation/ops: constants; propagation/program: derivative
 models/test_second_derivatives.py      runtime: batched transformed
-models/test_step_overhead.py           partway: runner; partway/measure: contenders
+models/test_step_overhead.py           partway: runner; kits/measure: contenders
 models/test_cache.py                   partway: cache
 models/test_changing_sizes.py          partway/reuse: sizes
 models/test_constraints.py             partway/annotations: constrain
@@ -61,9 +61,9 @@ models/test_gloo_dtensors.py           partway: dtensors
 models/test_materialize.py             partway: materialize; propagation/capture: initialisers
 models/test_contents.py                partway/reuse: contents
 models/test_state.py                   partway/reuse: effects facts libraries names reachable snapshot state
-data/test_views.py                     partway/data: random_views view window
-data/test_reader.py                    partway/data: epoch extras source tiff_source zarr_source
-data/test_web_decode.py                partway/data: web web_pipeline
+kits/data/test_views.py                     kits/data: random_views view window
+kits/data/test_reader.py                    kits/data: epoch extras source tiff_source zarr_source
+kits/data/test_web_decode.py                kits/data: web web_pipeline
 strategy/test_notation.py              strategy: choice
 strategy/test_validate.py              strategy: errors
 models/test_interrupts.py              strategy: afterwards
@@ -99,7 +99,7 @@ fusion/test_schedule.py                fusion: updates
 runtime/test_stretches.py              runtime: functions
 models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
-api/ps/test_clusters.py                partway/ps: jobs live saving workers; runtime/ps: client cluster
+kits/ps/test_clusters.py                kits/ps: jobs live saving workers; kits/ps/service: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
 api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
 api/test_islands.py                    propagation/islands: flows island variance writing
@@ -120,9 +120,8 @@ MODULES = sources()
 
 
 def twin(module: str) -> Path:
-    """The test of a module's name in the folder that mirrors its own: tests of partway/ are in tests/api, those of
-    partway/data in tests/data."""
-    folder, _, name = module.replace("partway/data/", "data/").rpartition("/")
+    """The test of a module's name in the folder that mirrors its own: tests of partway/ are in tests/api."""
+    folder, _, name = module.rpartition("/")
     return TESTS / folder.replace("partway", "api") / f"test_{name}"
 
 

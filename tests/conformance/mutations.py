@@ -904,11 +904,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "runtime/ps/cluster.py",
+            "kits/ps/service/cluster.py",
             (
                 "a job with a parameter server outlives a head of Ray's that is away for a minute",
                 "keeper.PATIENCE: str(10**6),", "",
-                "ecosystem/test_parameter_server_chaos.py::test_a_job_outlives_a_head_that_is_away_for_longer_than_ray_waits",
+                "kits/ps/test_parameter_server_chaos.py::test_a_job_outlives_a_head_that_is_away_for_longer_than_ray_waits",
             ),
         ),
         *of_file(
