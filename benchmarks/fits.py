@@ -52,11 +52,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partway.annotations.constrain import constrained_modules
-from partway.compiling import device_profile
-from partway.fitted import fitted
-from partway.options.algo import AlgoParameters
-from partway.options.parallel import ParallelContext
-from partway.passes import (
+from partway.compiler.driver import device_profile
+from partway.compiler.passes import (
     ANNOTATING,
     SEARCHING,
     PlanDraft,
@@ -67,7 +64,10 @@ from partway.passes import (
     settings_of,
     timed,
 )
-from partway.plan_inputs import PlanInputs
+from partway.compiler.plan_inputs import PlanInputs
+from partway.compiler.replan_within_memory import fitted
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import collective_cost
 from partway.propagation.graph.nodes import module_path, operator_name

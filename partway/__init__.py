@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         transform_checkpoints,
     )
     from partway.checkpoints.saving import save
-    from partway.compiling import Compiled, compile
+    from partway.compiler.compiled import Compiled
     from partway.context import (
         auto_parallel_context,
         get_algo_parameters,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from partway.resume import Resume
     from partway.runtime.process import init, shutdown
     from partway.runtime.record import record_collectives
-    from partway.sharding import shard
+    from partway.sharding import compile, shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.show.timeline import record_timeline
     from partway.strategy import (
@@ -95,7 +95,7 @@ _HOMES = {
     "checkpoints.per_rank": """WeightLayout infer_predict_layout load_distributed_checkpoint rank_list_for_transform
         save_checkpoint transform_checkpoint_by_rank transform_checkpoints""",
     "checkpoints.saving": "save",
-    "compiling": "Compiled compile",
+    "compiler.compiled": "Compiled",
     "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
@@ -110,7 +110,7 @@ _HOMES = {
     "runtime.process": "init shutdown",
     "runtime.record": "record_collectives",
     "ps.context": "set_ps_context",
-    "sharding": "shard",
+    "sharding": "compile shard",
     "show.sharding": "ShardingPicture visualize_sharding",
     "show.timeline": "record_timeline",
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
@@ -203,7 +203,7 @@ def _public(name: str) -> Any:
 
 
 if os.environ.get("PARTWAY_LOG"):
-    importlib.import_module("partway.told").log_to_stderr()
+    importlib.import_module("partway.compiler.planning_log").log_to_stderr()
 
 
 def __dir__() -> list[str]:

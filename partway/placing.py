@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
 from partway.annotations.given import given_splits
-from partway.compiling import Compiled
+from partway.compiler.compiled import Compiled
 from partway.context import current_algo
 from partway.dtensors import drop_hooks, is_dtensor, noted, plain, whole
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
+from partway.rank_facts import SEED, asked, draws, modes, of_plan, options, versions
 from partway.request import Request
 from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
 from partway.runtime.ledger import checksum

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.compiling import compile
 from partway.context import set_algo_parameters, set_auto_parallel_context
 from partway.named import call, find, kind_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import tree_map
+from partway.sharding import compile
 from partway.spelling import bytes_of, input_of, mesh_of, strategy_of
 from partway.strategy.errors import RuntimeStateError, StrategyError, shown
 

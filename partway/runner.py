@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.compiling import Compiled
+from partway.compiler.compiled import Compiled
+from partway.compiler.planning_lock import planning
 from partway.fusion.program import Program
 from partway.placing import Change, Placing
-from partway.planning import planning
 from partway.propagation.capture.overlap import Memory, shared
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import may_return

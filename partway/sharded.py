@@ -14,11 +14,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from partway.attached import set_engine
+from partway.compiler.planning_lock import begin_call, calls
 from partway.context import current
 from partway.engine import attached_engine, is_transformed_call, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.materialize import Init
-from partway.planning import begin_call, calls
 from partway.propagation.capture.resting_hooks import rest_outside
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan

@@ -36,7 +36,7 @@ ecosystem/test_checkpoints.py          partway/checkpoints: contents manifest pr
 ecosystem/test_pretrained.py           partway/checkpoints: pretrained
 kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
 ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
-api/test_compiling.py                  partway: plan_inputs; partway/annotations: annotate
+api/compiler/test_driver.py                  partway: plan_inputs; partway/annotations: annotate
 api/graphs/test_saving.py              partway/graphs: files figures index operators record stages text
 api/graphs/test_compare.py             partway/graphs: saved
 kits/checking/test_programs.py          kits/checking: checker matching measured ranks reasons records
@@ -79,7 +79,7 @@ propagation/ops/test_indexing.py       propagation/ops: cross_entropy
 propagation/rules/test_table.py        propagation/ops: ctc dtypes hooked padded_convolution registration
 runtime/test_simulate.py               propagation/ops: collectives; runtime: assemble slices
 models/test_given_plans.py             propagation/plan: replay
-api/test_cache_folder.py               propagation/plan: stored
+api/compiler/test_cache.py               propagation/plan: stored
 propagation/plan/test_data.py          propagation/plan: plan
 models/test_models.py                  propagation/plan: make
 models/test_accumulation.py            propagation/program: accumulate

@@ -126,7 +126,7 @@ def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
 def test_all_modules_are_looked_at() -> None:
     names = set(found())
     assert {
-        "partway/cache.py",
+        "partway/compiler/cache.py",
         "kits/data/web.py",
         "strategy/files.py",
         "propagation/plan/stored.py",
@@ -146,5 +146,5 @@ def test_what_is_watched_is_seen() -> None:
     )  # fmt: skip
     for line in lines:
         assert list(uses(ast.parse(line))), line
-    for line in ("from partway.compiling import compile\ncompile(f)", "json.loads('1')", "re.compile('x')"):
+    for line in ("from partway.sharding import compile\ncompile(f)", "json.loads('1')", "re.compile('x')"):
         assert not list(uses(ast.parse(line))), line

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from partway.cache import cache_folder, cache_limit, folder_named
+from partway.compiler.cache import cache_folder, cache_limit, folder_named
+from partway.compiler.planning_log import level_asked
 from partway.graphs.asked import asked
 from partway.propagation.cost.profile import profile_of
 from partway.runtime.gpus import check_enough, may_share
@@ -29,7 +30,6 @@ from partway.runtime.launching.door import secret
 from partway.runtime.launching.launchers import simulated
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
 from partway.strategy.suggest import did_you_mean
-from partway.told import level_asked
 from partway.versions import installed_torch, warn_if_untested
 
 # docs/options.md says what each is; a test compares the two

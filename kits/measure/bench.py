@@ -29,7 +29,6 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from partway.compiling import compile
 from partway.context import auto_parallel_context
 from partway.fusion import FusionMode, Span
 from partway.fusion.program import Program
@@ -53,6 +52,7 @@ from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.runtime.gpus import may_share
 from partway.runtime.record import record_collectives, record_timeline
+from partway.sharding import compile
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.files import save
 from partway.strategy.notation import counted

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from partway.annotations.statements import Statement, parameters, statements, tensors
-from partway.plan_inputs import PlanInputs
+from partway.compiler.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Role

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 
 from torch import fx
 
+from partway.compiler.passes import Around, Pass, PlanDraft, Planned, StepDraft, applied
+from partway.compiler.plan_inputs import PlanInputs
 from partway.fusion.program import Program
 from partway.graphs.asked import asked
-from partway.passes import Around, Pass, PlanDraft, Planned, StepDraft, applied
-from partway.plan_inputs import PlanInputs
 from partway.propagation.capture import capture
 from partway.propagation.graph.port import Port
 from partway.propagation.program.accumulate import Accumulation

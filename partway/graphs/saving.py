@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import fx
 
+from partway.compiler.passes import Around, Pass, PlanDraft, Planned, StepDraft, applied
+from partway.compiler.plan_inputs import PlanInputs
 from partway.fusion.program import Program
 from partway.graphs import stages, text
 from partway.graphs.asked import Asked, Level
@@ -22,8 +24,6 @@ from partway.graphs.index import PLAN, Row
 from partway.graphs.record import Record, StepRecord
 from partway.graphs.stages import Stage
 from partway.graphs.text import Page
-from partway.passes import Around, Pass, PlanDraft, Planned, StepDraft, applied
-from partway.plan_inputs import PlanInputs
 from partway.propagation.capture import capture
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.port import Port

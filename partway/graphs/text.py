@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import fx
 
+from partway.compiler.passes import PlanDraft
 from partway.fusion.program import collectives_in
 from partway.fusion.schedule import with_values
 from partway.graphs.figures import NOTHING, Figures, figures_of
 from partway.graphs.operators import Shown, bytes_of, codes_text, names_of, strategy_text, type_of
 from partway.graphs.pictures import of_graphs, of_plan
-from partway.passes import PlanDraft
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import operands, results_of, source_of, tensor_of

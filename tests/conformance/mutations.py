@@ -751,7 +751,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "What is on disk is used only for what it was made for": (
         *of_file(
-            "partway/cache.py",
+            "partway/compiler/cache.py",
             (
                 "an entry is what was written",
                 r'if head + b"\n" != self._head(name, data):', "if False:",
@@ -760,52 +760,52 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "the bytes of an entry are those that were written",
                 " {hashlib.sha256(data).hexdigest()}", "",
-                "api/test_cache_folder.py::test_an_entry_with_another_byte_is_made_anew",
+                "api/compiler/test_cache.py::test_an_entry_with_another_byte_is_made_anew",
             ),
             (
                 "an entry is of the content that it is named after",
                 "{_FORMAT} {self._digest} {name}", "{_FORMAT} {name}",
-                "api/test_cache_folder.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
+                "api/compiler/test_cache.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
             ),
             (
                 "an entry was written by this user",
                 "if hasattr(os, \"geteuid\") and (status", "if False and (status",
-                "api/test_cache_folder.py::test_an_entry_that_others_may_write_is_made_anew",
+                "api/compiler/test_cache.py::test_an_entry_that_others_may_write_is_made_anew",
             ),
             (
                 "an entry holds what is asked for",
                 "if not isinstance(value, kinds):", "if False:",
-                "api/test_cache_folder.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
+                "api/compiler/test_cache.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
             ),
             (
                 "the folder is this user's",
                 "if status.st_uid != os.geteuid():", "if False:",
-                "api/test_cache_folder.py::test_a_folder_of_another_user_is_not_used",
+                "api/compiler/test_cache.py::test_a_folder_of_another_user_is_not_used",
             ),
             (
                 "nobody else may write to the folder",
                 "if status.st_mode & 0o077:", "if False:",
-                "api/test_cache_folder.py::test_a_folder_that_others_may_use_is_not_used",
+                "api/compiler/test_cache.py::test_a_folder_that_others_may_use_is_not_used",
             ),
             (
                 "nobody else may put another folder in its place",
                 "if mode & 0o022 and not mode & stat.S_ISVTX:", "if False:",
-                "api/test_cache_folder.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
+                "api/compiler/test_cache.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
             ),
             (
                 "the text of Partway is a part of what a version is",
                 "digest.update(path.read_bytes())", "pass",
-                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+                "api/compiler/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "a plan on disk is of this version",
                 "Files(folder, software(), *text_of_graph(graph)", "Files(folder, *text_of_graph(graph)",
-                "api/test_cache_folder.py::test_entries_of_another_version_are_not_used",
+                "api/compiler/test_cache.py::test_entries_of_another_version_are_not_used",
             ),
             (
                 "the version of PyTorch is a part of what a version is",
                 'f"torch {torch.__version__}, partway', 'f"partway',
-                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+                "api/compiler/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "a plan on disk is of these options and this request",
@@ -824,7 +824,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/compiling.py",
+            "partway/compiler/driver.py",
             (
                 "a plan on disk is of these rules of users' operators",
                 "text_of(inputs.rules),", "",
@@ -859,7 +859,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "what another process writes now is left to it",
                 "not fresh and bool(_lock(number))", "not fresh",
-                "api/test_cache_folder.py::test_what_another_process_writes_now_is_left",
+                "api/compiler/test_cache.py::test_what_another_process_writes_now_is_left",
             ),
         ),
     ),

@@ -25,8 +25,8 @@ from malformed import MESH, Net, X
 from random_examples import examples
 
 import partway as pw
-from partway.cache import Files
 from partway.checkpoints.manifest import MANIFEST
+from partway.compiler.cache import Files
 from partway.fusion.program import Program
 from partway.graphs.saved import saved_calls
 from partway.operator import manifests

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import CASES
 
 import partway as pw
-from partway import passes
-from partway.cache import folder_named
+from partway.compiler import passes
+from partway.compiler.cache import folder_named
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import dump, load
@@ -203,7 +203,7 @@ def test_a_damaged_file_is_made_anew_with_a_warning(folder: Path, work: dict[str
 def test_what_has_no_form_is_made_anew_with_a_warning(
     folder: Path, work: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("partway.cache.dump", lambda value, graph, kinds: dump(lambda: value, graph, kinds))
+    monkeypatch.setattr("partway.compiler.cache.dump", lambda value, graph, kinds: dump(lambda: value, graph, kinds))
     for made in (1, 2):
         with pytest.warns(
             UserWarning, match=r"a plan has no form on disk \(a function has no form.*\), and every start"

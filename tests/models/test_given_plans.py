@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import partway as pw
-from partway import passes
+from partway.compiler import passes
 
 pytestmark = pytest.mark.deep
 MESH = {"dp": 2, "tp": 2}

@@ -21,10 +21,10 @@ from graph_model import CALL, GOLDEN, MESH, Net, batch, contents, sharded, train
 from torch import Tensor, fx
 
 import partway as pw
-from partway import passes
+from partway.compiler import passes
+from partway.compiler.passes import PLANNING, STEP
 from partway.graphs import stages, text
 from partway.graphs.index import Index
-from partway.passes import PLANNING, STEP
 from partway.propagation.plan.plan import Plan
 from partway.propagation.search.problem import SearchProblem
 
@@ -393,7 +393,7 @@ def test_an_error_within_a_pass_is_the_error_and_the_index_has_it(saved: Path, m
     def broken(*_: object) -> None:
         raise RuntimeError("no strategy fits\nsecond line")
 
-    monkeypatch.setattr("partway.passes.formulate", broken)
+    monkeypatch.setattr("partway.compiler.passes.formulate", broken)
     with pytest.raises(RuntimeError, match="no strategy fits"):
         train()
     found = index(saved / RANK / CALL)

@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import torch
 
 from partway.annotations.annotate import Annotations, annotate
+from partway.compiler.plan_inputs import PlanInputs
+from partway.compiler.planning_log import stage
 from partway.fusion.by_size import AUTO_MB
 from partway.fusion.members import MB
 from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import Program, make_program
 from partway.options.fields import ParallelMode
-from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.resting_hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import DeviceProfile
@@ -49,7 +50,6 @@ from partway.propagation.search.search import SEARCHES, find, search
 from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.afterwards import uncollected
-from partway.told import stage
 
 RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
 GROUP_SHARE = 0.01  # of a memory limit: the most that a group of collectives is by itself

@@ -7,8 +7,8 @@ from typing import Any
 
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.statements import dataset_applies
+from partway.compiler.plan_inputs import PlanInputs
 from partway.options.fields import ParallelMode
-from partway.plan_inputs import PlanInputs
 from partway.propagation.ops.collectives import constrain
 from partway.propagation.ops.islands import island, island_of
 from partway.request import requests

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from partway.fitted import program_of
-from partway.passes import SEARCHING, Around, PlanDraft, applied, lowered, run
+from partway.compiler.passes import SEARCHING, Around, PlanDraft, applied, lowered, run
+from partway.compiler.replan_within_memory import program_of
 from partway.propagation.cost.cost import Level
 from partway.propagation.search.problem import Settings
 from partway.propagation.search.solution import Ends

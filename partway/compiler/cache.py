@@ -30,13 +30,13 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from partway.compiler.planning_log import taken
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import describe, module_path, source_line
 from partway.propagation.graph.port import Port
 from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.strategy.errors import ContextError
 from partway.strategy.files import remove_abandoned, write_whole
-from partway.told import taken
 
 T = TypeVar("T")
 

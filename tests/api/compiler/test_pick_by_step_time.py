@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway import earliest as module
-from partway.compiling import Compiled
+from partway.compiler import pick_by_step_time as module
+from partway.compiler.compiled import Compiled
 from partway.propagation.cost.profile import profile_of
 
 

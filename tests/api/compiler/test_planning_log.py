@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway import told
+from partway.compiler import planning_log as told
 from partway.propagation.search.progress import listening, tell
 
 SCRIPT = """
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 import partway as pw
 
-told = importlib.import_module("partway.told")
+told = importlib.import_module("partway.compiler.planning_log")
 told.PATIENCE = 0.02  # a screen is painted every 0.08 s, and 40 layers take ten times that
 model = pw.shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(40))), mesh={"dp": 2})
 for rows in (4, 6):

@@ -130,7 +130,7 @@ def test_a_split_contraction_is_summed_at_the_users_line() -> None:
     (found,) = pw.compile(Product(), arguments, mesh={"tp": 4}, in_strategy=strategies).plan.collectives
     assert (found.kind, found.axes, found.group_size, found.phase) == ("all_reduce", ("tp",), 4, "forward")
     assert (found.payload_bytes, found.wire_bytes) == (512 * 256 * 4, 2 * 3 / 4 * 512 * 256 * 4)
-    assert "test_compiling.py" in found.source
+    assert "test_driver.py" in found.source
     assert "return product(x, w)" in found.source
 
 
@@ -223,7 +223,7 @@ def test_explain_says_why(compiled: pw.Compiled) -> None:
     assert "parameter blocks.0.qkv.weight float32[192, 64]: [dp:R tp:S0]" in plan.explain("blocks.0.qkv.weight")
     inside = plan.explain("blocks.1.down")
     assert "aten.linear" in inside
-    assert "test_compiling.py" in inside
+    assert "test_driver.py" in inside
     assert {"blocks.0.down", "blocks.1.down"} <= set(plan.explain("blocks.*.down").split())
     assert all(operator.name in plan.explain(operator.name) for operator in plan.operators)
 

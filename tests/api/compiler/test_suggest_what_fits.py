@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.fitting import InTime, batch_of, least_limit, what_fits, with_batch
+from partway.compiler.suggest_what_fits import InTime, batch_of, least_limit, what_fits, with_batch
 from partway.strategy import Mesh
 from partway.strategy.errors import DoesNotFitError
 

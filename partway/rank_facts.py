@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from partway.cache import software, text_of_graph
-from partway.compiling import Compiled
+from partway.compiler.cache import software, text_of_graph
+from partway.compiler.compiled import Compiled
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.nodes import draws_random_numbers

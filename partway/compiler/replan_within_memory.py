@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from partway.compiler.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
 from partway.fusion.program import Program
-from partway.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
 from partway.propagation.cost.conversion import Floats
 from partway.propagation.graph.origins import computed_again, operator_of
 from partway.propagation.graph.queries import differentiated

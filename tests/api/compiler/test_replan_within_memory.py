@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.fitted import memory_of
+from partway.compiler.replan_within_memory import memory_of
 from partway.strategy.errors import DoesNotFitError
 
 

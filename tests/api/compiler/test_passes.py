@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway import passes
+from partway.compiler import passes
+from partway.compiler.passes import PLANNING, STEP, Pass, PlanDraft, applied, plan_on_mesh, run, timed, verified
+from partway.compiler.plan_inputs import PlanInputs
 from partway.fusion import Fusion, FusionMode, FusionPolicies
-from partway.passes import PLANNING, STEP, Pass, PlanDraft, applied, plan_on_mesh, run, timed, verified
-from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.search import search
 from partway.strategy import Mesh, VerifyError

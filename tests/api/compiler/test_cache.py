@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import partway as pw
-from partway import cache
+from partway.compiler import cache
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.graph import Graph
@@ -318,7 +318,7 @@ def test_entries_take_no_more_than_the_limit_and_the_longest_unused_go_first(
     step()
     size = sum(path.stat().st_size for path in entries(folder).values())
     first = set(entries(folder).values())
-    monkeypatch.setattr("partway.cache.cache_limit", lambda: int(2.5 * size))
+    monkeypatch.setattr("partway.compiler.cache.cache_limit", lambda: int(2.5 * size))
     old, new = (lambda x: (x * 5).tanh().sum()), (lambda x: (x * 7).tanh().sum())
     step(old)
     everything = set(folder.glob("*/*"))
