@@ -36,26 +36,26 @@ ecosystem/test_checkpoints.py          partway/checkpoints: contents manifest pr
 ecosystem/test_pretrained.py           partway/checkpoints: pretrained
 kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
 ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
-api/compiler/test_driver.py                  partway: plan_inputs; partway/annotations: annotate
+api/compiler/test_driver.py            partway/compiler: capture_call compiled plan_inputs
+api/compiler/test_driver.py            partway/annotations: annotate
 api/graphs/test_saving.py              partway/graphs: files figures index operators record stages text
 api/graphs/test_compare.py             partway/graphs: saved
 kits/checking/test_programs.py          kits/checking: checker matching measured ranks reasons records
 kits/checking/test_reports.py           kits/checking: report
 api/test_guard.py                      partway/reuse: guard
 api/test_planned.py                    partway/reuse: courses replanning
-api/test_threads.py                    partway: attached engine planning
+api/test_threads.py                    partway: attached engine; partway/compiler: planning_lock
 kits/measure/test_bench.py              kits/measure: workloads
 kits/measure/test_calibrate.py          kits/measure: clock collectives
 kits/measure/test_operators.py          kits/measure: probes
 models/test_second_derivatives.py      propagation/ops: constants; propagation/program: derivative
 models/test_second_derivatives.py      runtime: batched transformed
 models/test_step_overhead.py           partway: runner; kits/measure: contenders
-models/test_cache.py                   partway: cache
 models/test_changing_sizes.py          partway/reuse: sizes
 models/test_constraints.py             partway/annotations: constrain
-models/test_flat_devices.py            partway/annotations: meshes
+models/test_flat_devices.py            partway/compiler: meshes
 models/test_features.py                partway: sharded sharding
-models/test_gloo_features.py           partway: alike
+models/test_gloo_features.py           partway: rank_facts
 models/test_own_parts.py               partway/annotations: given; runtime: own_parts
 models/test_gloo_dtensors.py           partway: dtensors
 models/test_materialize.py             partway: materialize; propagation/capture: initialisers
@@ -65,6 +65,7 @@ kits/data/test_views.py                     kits/data: random_views view window
 kits/data/test_reader.py                    kits/data: epoch extras source tiff_source zarr_source
 kits/data/test_web_decode.py                kits/data: web web_pipeline
 strategy/test_notation.py              strategy: choice
+test_layers.py                         strategy: kits
 strategy/test_validate.py              strategy: errors
 models/test_interrupts.py              strategy: afterwards
 models/test_hooks.py                   propagation/capture: backward_hooks hook_kinds hooks module_hooks

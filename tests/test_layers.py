@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sources import STAGES, layer_of, package_of, sources
+from sources import KITS, STAGES, layer_of, package_of, sources
 from torch.distributed.tensor import DTensor
 
 
@@ -133,7 +134,26 @@ def test_a_stage_imports_only_the_stages_before_it(layer: str) -> None:
     assert not breaks(layer), "\n".join(breaks(layer))
 
 
-@pytest.mark.parametrize("layer", [*STAGES, "partway"])
+def test_the_core_imports_no_kit() -> None:
+    """Only the public names and the command line lead to kits; what else the core asks of one is a Door."""
+    found = [
+        f"{module}:{line} imports {name}"
+        for module, source in modules("partway").items()
+        if module not in ("partway/__init__.py", "partway/cli.py")
+        for line, name, _ in imports(source, package_of(module))
+        if name.split(".")[:1] == ["partway"] and name.split(".")[1:2] in [[kit] for kit in KITS]
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("door", Door)
+def test_each_door_leads_to_a_function_of_a_kit(door: Door) -> None:
+    module, _, name = door.value.partition(":")
+    assert module.split(".")[0] in KITS
+    assert callable(getattr(importlib.import_module(f"partway.{module}"), name))
+
+
+@pytest.mark.parametrize("layer", [*STAGES, "partway", "kits"])
 def test_only_the_torch_internals_of_a_layer_use_private_names_of_torch(layer: str) -> None:
     uses = {
         name: private_torch_names(source, package_of(name)) | private_attributes(source, ours(), of_torch())

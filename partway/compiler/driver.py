@@ -128,6 +128,7 @@ def search_plan(inputs: PlanInputs, meshes: Sequence[Mesh], around: Around[PlanD
 
 
 def plan_inputs_of(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanInputs:
+    """All that the plan of a captured call follows from, but for the mesh."""
     every = rules()
     graph = without_gradients(graph) if call.inference else graph
     return PlanInputs(
