@@ -19,6 +19,8 @@ import torch.distributed as dist
 from sources import KITS, STAGES, layer_of, package_of, sources
 from torch.distributed.tensor import DTensor
 
+from partway.strategy.kits import Door
+
 
 def modules(layer: str) -> dict[str, Path]:
     """The files of a stage, or of partway/."""
