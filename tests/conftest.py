@@ -1,16 +1,13 @@
 """What tests share: how each of them starts, ranks on gloo processes, and an operator without a rule."""
 
 import os
+import sys
 
 import pytest
+import tiers
 import torch
-from pool import Pool
 from random_examples import register_profiles
-from rank import start_afresh
 from torch import Tensor
-
-import partway as pw
-from partway import engine
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
@@ -35,10 +32,21 @@ def pytest_configure(config):
 def _defaults():
     """Each test starts with the default options and the same seed, and leaves the options so."""
     torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
-    start_afresh()
+    _start_afresh()
     yield
     assert torch._C._is_torch_function_enabled(), "this test left __torch_function__ turned off for its thread"
-    start_afresh()
+    _start_afresh()
+
+
+def _start_afresh():
+    """As `start_afresh` of rank.py, for a test that may not have imported what has options."""
+    if "partway.context" in sys.modules:
+        from rank import start_afresh
+
+        start_afresh()
+    else:
+        torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
+        torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -46,6 +54,8 @@ def folder(tmp_path, monkeypatch):
     """The folder of the cache of plans, which is on in a test that has it."""
     monkeypatch.delenv("PARTWAY_CACHE", raising=False)
     monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
+    import partway as pw
+
     pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
     return tmp_path
 
@@ -53,6 +63,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def plans(monkeypatch):
     """What is planned in a test, in order."""
+    from partway import engine
+
     made = []
     plain = engine.compile_call
 
@@ -79,7 +91,12 @@ bend.register_autograd(
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Half of the workers have pools of ranks, since each rank is a process too; a file's tests share a pool."""
+    """What is in long.txt, or in the folders of pages and of GPUs, is marked as long. Half of the workers have pools of
+    ranks, since each rank is a process too; a file's tests share a pool."""
+    long = tiers.long()
+    for item in items:
+        if item.nodeid in long or item.nodeid.startswith(("tests/conformance/", "tests/gpu/")):
+            item.add_marker("long")
     groups = max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // 2)
     files = list(dict.fromkeys(item.path for item in items if "pools" in item.fixturenames))
     for item in items:
@@ -98,6 +115,8 @@ def pools():
 @pytest.fixture
 def on_ranks(pools):
     """`on_ranks(n, function, *arguments)`: run a function of the test's file on n gloo processes."""
+
+    from pool import Pool
 
     def run(n, function, *arguments):
         if n in pools and pools[n].is_worn():

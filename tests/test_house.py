@@ -7,12 +7,13 @@ The sources themselves are read, so that a new module is covered without being l
 from __future__ import annotations
 
 import ast
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sources import sources
+from sources import sources, tree_of
 
 TESTS = Path(__file__).parent
 
@@ -136,7 +137,7 @@ def test_each_module_has_a_test_of_its_name_or_is_covered_by_others() -> None:
 
 @pytest.mark.parametrize("room", [module for module in MODULES if module.endswith("__init__.py")])
 def test_a_room_says_what_it_is(room: str) -> None:
-    assert ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8")))
+    assert ast.get_docstring(tree_of(MODULES[room]))
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -148,17 +149,15 @@ def public(body: list[ast.stmt]) -> Iterator[Definition]:
             yield statement
 
 
+@functools.cache
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes of the packages by name, which several may have."""
     found: dict[str, list[ast.ClassDef]] = {}
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found
-
-
-CLASSES = classes()
 
 
 def bases(owner: ast.ClassDef) -> set[str]:
@@ -172,13 +171,13 @@ def documented(method: str, owner: ast.ClassDef, protocols: list[ast.ClassDef]) 
         node.name == method and ast.get_docstring(node) for each in (owner, *protocols) for node in public(each.body)
     ):
         return True
-    above = [each for name in bases(owner) - {owner.name} for each in CLASSES.get(name, [])]
+    above = [each for name in bases(owner) - {owner.name} for each in classes().get(name, [])]
     return (method == "forward" and bool(owner.bases)) or any(documented(method, each, []) for each in above)
 
 
 def undocumented(path: Path) -> Iterator[str]:
     """The public functions, classes and methods of a file that have no docstring."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = tree_of(path).body
     protocols = [node for node in body if isinstance(node, ast.ClassDef) and "Protocol" in bases(node)]
     for node in public(body):
         if not ast.get_docstring(node) and not any(ast.unparse(one) == "overload" for one in node.decorator_list):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sources import KITS, STAGES, layer_of, package_of, sources
+from sources import KITS, STAGES, layer_of, package_of, sources, tree_of
 from torch.distributed.tensor import DTensor
 
 from partway.strategy.kits import Door
@@ -29,7 +29,7 @@ def modules(layer: str) -> dict[str, Path]:
 
 def imports(source: Path, package: str) -> Iterator[tuple[int, str, bool]]:
     """Each import as (line, the dotted name it binds, whether it was written as a relative one)."""
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -59,7 +59,7 @@ def private_torch_names(source: Path, package: str) -> set[str]:
 
     Operators are no internals, whatever their names: `torch.ops.aten._unsafe_view` stands in captured graphs.
     """
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     names = {name for _, name, _ in imports(source, package)}
     names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {name for name in names if name.startswith("torch.") and not name.startswith("torch.ops.")}
@@ -74,7 +74,7 @@ def bound_names(layer_sources: list[Path]) -> set[str]:
     """The private names that these files define: functions, classes, variables, attributes that are set."""
     names: set[str] = set()
     for source in layer_sources:
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(source)):
             match node:
                 case (
                     ast.FunctionDef(name=name)
@@ -114,7 +114,7 @@ def private_attributes(source: Path, own: set[str], torchs: set[str]) -> set[str
     no internal.
     """
     uses = set()
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(source)):
         match node:
             case ast.Attribute(value=value, attr=name) if is_private(name):
                 base = ast.unparse(value)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from sources import sources
+from sources import sources, tree_of
 
 MODULES = (
     "cloudpickle", "code", "codeop", "ctypes", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "pty",
@@ -114,7 +114,7 @@ def uses(tree: ast.Module) -> Iterator[str]:
 
 
 def found() -> dict[str, list[str]]:
-    return {name: sorted(uses(ast.parse(path.read_text(encoding="utf-8")))) for name, path in sources().items()}
+    return {name: sorted(uses(tree_of(path))) for name, path in sources().items()}
 
 
 def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:

@@ -5,6 +5,7 @@ A checkout has the stages and the kits beside `partway/`, which links to them; a
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 from importlib.util import find_spec
@@ -28,6 +29,12 @@ def sources() -> dict[str, Path]:
         within = inside if top in STAGES else ("kits" if top in KITS else "partway") / inside
         files |= {(within / name).as_posix(): Path(folder, name) for name in sorted(names) if name.endswith(".py")}
     return files
+
+
+@functools.cache
+def tree_of(source: Path) -> ast.Module:
+    """The syntax of a file, which nobody changes."""
+    return ast.parse(source.read_text(encoding="utf-8"))
 
 
 def layer_of(module: str) -> str:
