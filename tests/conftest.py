@@ -1,13 +1,11 @@
-"""What tests share: how each of them starts, ranks on gloo processes, and an operator without a rule."""
+"""What tests share: how each of them starts, which are long, and ranks on gloo processes."""
 
 import os
 import sys
 
 import pytest
 import tiers
-import torch
 from random_examples import register_profiles
-from torch import Tensor
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
@@ -31,22 +29,25 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _defaults():
     """Each test starts with the default options and the same seed, and leaves the options so."""
-    torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
     _start_afresh()
     yield
-    assert torch._C._is_torch_function_enabled(), "this test left __torch_function__ turned off for its thread"
+    if torch := sys.modules.get("torch"):
+        on = torch._C._is_torch_function_enabled()
+        assert on, "this test left __torch_function__ turned off for its thread"
     _start_afresh()
 
 
 def _start_afresh():
-    """As `start_afresh` of rank.py, for a test that may not have imported what has options."""
+    """As `start_afresh` of rank.py, without importing what a test does not."""
     if "partway.context" in sys.modules:
         from rank import start_afresh
 
         start_afresh()
-    else:
+    elif torch := sys.modules.get("torch"):
         torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
         torch.manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
 
 
 @pytest.fixture
@@ -74,19 +75,6 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(engine, "compile_call", compile_call)
     return made
-
-
-@torch.library.custom_op("partway_tests::bend", mutates_args=())
-def bend(x: Tensor) -> Tensor:
-    """x |x|, elementwise: what tests use as the operator that has no rule."""
-    return x * x.abs()
-
-
-bend.register_fake(torch.empty_like)
-bend.register_autograd(
-    lambda ctx, grad: 2 * grad * ctx.saved_tensors[0].abs(),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
