@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from sources import sources
+from sources import STAGES, sources
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "mutations.md"
@@ -1009,7 +1009,7 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 def fails_without(tree: Path, row: Mutation) -> str:
     """Take a mechanism out of a copy, run its test, and put it back. "" if the test fails, else what happened."""
     stage, _, inside = row.file.partition("/")
-    path = tree / "partway" / ("" if stage == "api" else stage) / inside
+    path = tree / "partway" / (stage if stage in STAGES else "") / inside
     before = path.read_text(encoding="utf-8")
     compile(without := changed(row), row.file, "exec")
     try:
