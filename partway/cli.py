@@ -149,7 +149,7 @@ def run(
     """Run a script in several processes, a rank each; torch's elastic launcher starts and watches them."""
     from partway import jobs
 
-    job = jobs.Job(script, tuple(arguments or ()), workers, nodes, meet, restarts, logs, tail or None)
+    job = jobs.LocalJob(script, tuple(arguments or ()), workers, nodes, meet, restarts, logs, tail or None)
     try:
         if hosts:
             typer.echo(jobs.commands(job, [host.strip() for host in hosts.split(",")]))
@@ -177,7 +177,7 @@ def run_servers(
     """Start the scheduler, servers and workers of a script on this machine, and watch them."""
     from partway.ps import jobs
 
-    job = jobs.Job(script, tuple(arguments or ()), workers, servers, restarts, port, logs, shards, quiet)
+    job = jobs.ServedJob(script, tuple(arguments or ()), workers, servers, restarts, port, logs, shards, quiet)
     try:
         job.check()
         status = jobs.run(job)
@@ -332,12 +332,12 @@ def plan(
 
     partway plan train.py:build --mesh dp=2,tp=4 --in dp,None
     """
-    from partway.plan_command import Asked, planned
+    from partway.plan_command import CommandLine, planned
 
     try:
         check_paths({"the plan": save, "the page": html})
         made = planned(
-            Asked(
+            CommandLine(
                 model, mesh, devices, input or (), in_strategy or (), out_strategy or (), param or (), profile,
                 memory_limit, search_mode, inference, real,
             )

@@ -32,7 +32,7 @@ from partway.compiler.passes import settings_of
 from partway.compiler.planning_lock import begin_call, calls, planning
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
-from partway.materialize import Init, Maker, check_materialized, materialize
+from partway.materialize import Init, PartInitialiser, check_materialized, materialize
 from partway.options.fields import ParallelMode
 from partway.options.parallel import ParallelContext
 from partway.placing import FirstCall, Placing, placing
@@ -254,7 +254,7 @@ class Engine:
         settings = replace(settings_of(compiled.inputs, compiled.mesh), rules=rules())
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
-        maker = Maker(layouts, place, settings, tensors[0].device, context.random_numbers)
+        maker = PartInitialiser(layouts, place, settings, tensors[0].device, context.random_numbers)
         with torch.inference_mode(False):  # training may follow
             materialize(self.fn, maker, init)
         self.last = None  # it holds what the tensors were

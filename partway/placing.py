@@ -309,11 +309,11 @@ class Launched:
         return result
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
-        from partway.runtime.ledger import Written
+        from partway.runtime.ledger import WriteCounts
         from partway.runtime.replicas import in_turn, note
         from partway.runtime.watch import watch
 
-        ranks, written, name, calls = watch(), Written(), name_of(fn), itertools.count(1)
+        ranks, written, name, calls = watch(), WriteCounts(), name_of(fn), itertools.count(1)
         where = f"a call of {name}"
         every = ranks.look_every = compiled.context.look_every
         if ranks.size == 1:

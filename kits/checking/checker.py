@@ -15,7 +15,7 @@ from partway.checking.measured import Measured, equal, measure
 from partway.checking.ranks import Run, run_ranks
 from partway.checking.reasons import Measurements
 from partway.checking.records import Exact, tensors_in
-from partway.checking.report import Difference, Finding, ManualReport
+from partway.checking.report import Finding, ManualReport, ResultDifference
 from partway.checks import check_target
 from partway.islands import InStrategy, ManualFunction, in_layouts, out_layouts
 from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
@@ -151,7 +151,7 @@ def _report(
     wanted = out_layouts(fn, [tuple(output.shape) for output in first.outputs], out_strategy, mesh)
     alike = [equal(found, expected) for found, expected in zip_longest(one.outputs, right)]
     measurements = Measurements(mesh, first.records, _known(runs, one, mesh) if all(alike) else {})
-    differences, findings, unknown = list[Difference](), list[Finding](), list[str]()
+    differences, findings, unknown = list[ResultDifference](), list[Finding](), list[str]()
     for i, (layout, expected) in enumerate(zip(wanted, right, strict=True)):
         word = f"output {i}"
         difference = _difference(word, [run.outputs[i] for run in runs], expected, layout)
@@ -217,18 +217,18 @@ def _known(runs: Sequence[Run], one: Run, mesh: Mesh) -> dict[int, tuple[Measure
     return known
 
 
-def _difference(word: str, values: Sequence[Tensor], expected: Tensor, layout: Layout) -> Difference:
+def _difference(word: str, values: Sequence[Tensor], expected: Tensor, layout: Layout) -> ResultDifference:
     """How far what the ranks return is from what `layout` says of it."""
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     parts = [_part(values, rank, layout) for rank in range(len(values))]
     whole = expected if expected.shape == layout.global_shape(tuple(values[0].shape)) else None
     if whole is None or any(value.shape != values[0].shape for value in values):
-        return Difference(word, float("inf"), largest, False)
+        return ResultDifference(word, float("inf"), largest, False)
     found = [(part, whole[layout.slices(tuple(whole.shape), rank)]) for rank, part in enumerate(parts)]
     off = max(
         float((a.double() - b.double()).abs().nan_to_num(float("inf")).max()) if a.numel() else 0.0 for a, b in found
     )
-    return Difference(word, off, largest, all(equal(a, b) for a, b in found))
+    return ResultDifference(word, off, largest, all(equal(a, b) for a, b in found))
 
 
 def _part(values: Sequence[Tensor], rank: int, layout: Layout) -> Tensor:

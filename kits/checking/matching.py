@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
-from partway.checking.records import Record
+from partway.checking.records import TensorRecord
 
 
-def matched(one: Sequence[Record], other: Sequence[Record], collectives: bool = True) -> Mapping[int, int]:
+def matched(one: Sequence[TensorRecord], other: Sequence[TensorRecord], collectives: bool = True) -> Mapping[int, int]:
     """For records of `one` those of `other` that the same operator of the same line made, in the same order. Without
     `collectives` these, and what is computed inside of `partway.ops`, have no counterpart."""
     left, right = (

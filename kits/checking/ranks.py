@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.checking.records import Line, Record, Recorder, axes_of, tensors_in
+from partway.checking.records import Line, Recorder, TensorRecord, axes_of, tensors_in
 from partway.ops.functions import REDUCTIONS
 from partway.propagation.graph.structure import Call
 from partway.propagation.ops import by_hand
@@ -23,7 +23,7 @@ from partway.strategy.place import Place, placed
 class Run:
     """What one rank computed: its records, the tensors that it returned, and the record of each of these."""
 
-    records: Sequence[Record]
+    records: Sequence[TensorRecord]
     outputs: Sequence[Tensor]
     numbers: Sequence[int | None]
     drawn: Sequence[Line] = field(default=())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from partway.checking.measured import Measured, Placed
-from partway.checking.records import Record
+from partway.checking.records import TensorRecord
 from partway.checking.report import Finding, Mistake
 from partway.strategy import Layout, Mesh, Partial, Replicate, Shard
 from partway.strategy.placement import PARTIAL, REPLICATE
@@ -32,7 +32,7 @@ class Measurements:
     """
 
     mesh: Mesh
-    records: Sequence[Record]
+    records: Sequence[TensorRecord]
     known: Mapping[int, tuple[Measured, ...]]
 
     def findings(self, number: int | None, wanted: Layout) -> Iterator[Finding]:
@@ -217,7 +217,7 @@ class Measurements:
             )  # fmt: skip
         return None if record.operator.startswith(_MOVES) else self._of_slice(record, operands)
 
-    def _of_collective(self, record: Record, operands: Mapping[int, Measured]) -> Finding | None:
+    def _of_collective(self, record: TensorRecord, operands: Mapping[int, Measured]) -> Finding | None:
         number, found = next(iter(operands.items()))
         axes = record.axes or self.mesh.axes
         split = [axis for axis in axes if isinstance(found.placements[self.mesh.axes.index(axis)], Shard)]
@@ -232,7 +232,7 @@ class Measurements:
             write or f"pw.ops.all_gather(x, {dims}, {_group(split)}), or no collective where it stays split",
         )  # fmt: skip
 
-    def _of_slice(self, record: Record, operands: Mapping[int, Measured]) -> Finding | None:
+    def _of_slice(self, record: TensorRecord, operands: Mapping[int, Measured]) -> Finding | None:
         split = [(i, what) for i, what in operands.items() if what.slices]
         if not split:
             return None
@@ -282,7 +282,7 @@ def _plain(placement: object) -> Placed:
             return REPLICATE
 
 
-def _name(record: Record) -> str:
+def _name(record: TensorRecord) -> str:
     return record.operator.removeprefix("aten.").removeprefix("partway.").partition(".")[0]
 
 

@@ -48,7 +48,7 @@ NOWHERE = Line("", 0, "")
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorRecord:
     """A tensor that a rank computed.
 
     operator   its name, "argument x" for what is given
@@ -120,7 +120,7 @@ class Recorder(Exact):
 
     def __init__(self, collective: Callable[[Any, Sequence[Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records: list[Record] = []
+        self.records: list[TensorRecord] = []
         self.drawn: list[Line] = []
         self._collective = collective
         self._places: dict[tuple[Any, ...], int] = {}
@@ -135,7 +135,7 @@ class Recorder(Exact):
 
     def given(self, name: str, tensor: Tensor) -> None:
         """Note an argument."""
-        self._note(Record(f"argument {name}", NOWHERE, False, 0, (), tensor.detach().clone()), tensor)
+        self._note(TensorRecord(f"argument {name}", NOWHERE, False, 0, (), tensor.detach().clone()), tensor)
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The record of a tensor."""
@@ -157,10 +157,12 @@ class Recorder(Exact):
         if state is not None and (kwargs.get("generator") or not torch.equal(state, torch.get_rng_state())):
             self.drawn.append(line)
         for tensor in tensors_in(result):
-            self._note(Record(str(operator), line, backward, inside, operands, tensor.detach().clone(), *about), tensor)
+            self._note(
+                TensorRecord(str(operator), line, backward, inside, operands, tensor.detach().clone(), *about), tensor
+            )
         return result
 
-    def _note(self, record: Record, tensor: Tensor) -> None:
+    def _note(self, record: TensorRecord, tensor: Tensor) -> None:
         self._places[_place(tensor)] = len(self.records)
         self.records.append(record)
         self._kept.append(tensor)

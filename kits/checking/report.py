@@ -52,7 +52,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ResultDifference:
     """How far a result is from that of one device: the largest difference of an element, and the largest element."""
 
     output: str
@@ -78,7 +78,7 @@ class ManualReport:
 
     function: str
     against: str
-    differences: tuple[Difference, ...]
+    differences: tuple[ResultDifference, ...]
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
 

@@ -47,7 +47,7 @@ _REQUIRED = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*>=\s*([\d.]+).*extra\
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """One line, "what: what to do". `wrong`: something fails for it; else it is advice."""
 
     text: str
@@ -57,7 +57,7 @@ class Finding:
         return f"{'wrong' if self.wrong else 'advice':<8}  {self.text}"
 
 
-def findings(processes: int = 1, profile: str | None = None) -> list[Finding]:
+def findings(processes: int = 1, profile: str | None = None) -> list[DoctorFinding]:
     """All that is found, for one of `processes` on this machine; `profile`: a device profile to look at, too."""
     parts = (
         of_torch(),
@@ -71,31 +71,31 @@ def findings(processes: int = 1, profile: str | None = None) -> list[Finding]:
     return [finding for part in (*parts, of_profile(profile)) for finding in part]
 
 
-def of_torch() -> Iterator[Finding]:
+def of_torch() -> Iterator[DoctorFinding]:
     """PyTorch: its version, its backends, and GPUs that it does not see."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UntestedTorchWarning)
         warn_if_untested(installed_torch())
-    yield from (Finding(str(each.message), wrong=False) for each in caught)
+    yield from (DoctorFinding(str(each.message), wrong=False) for each in caught)
     if not has_backend("gloo"):
-        yield Finding(
+        yield DoctorFinding(
             "this build of PyTorch has no gloo, so that processes cannot talk on the CPU: install one from pytorch.org"
         )
     gpus = len(list(_DEVICES.iterdir())) if _DEVICES.is_dir() else 0
     if torch.cuda.is_available():
         if not has_backend("nccl"):
-            yield Finding(
+            yield DoctorFinding(
                 "there are GPUs, and this build of PyTorch has no NCCL: install one for CUDA from pytorch.org"
             )
     elif gpus and torch.version.cuda is None:
-        yield Finding(
+        yield DoctorFinding(
             f"this host has {gpus} NVIDIA GPUs, and PyTorch {torch.__version__} is built without CUDA: install one "
             "for CUDA from pytorch.org"
         )
     elif gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them" if hidden is not None else "it cannot start CUDA"
-        yield Finding(
+        yield DoctorFinding(
             f"this host has {gpus} NVIDIA GPUs, and PyTorch sees none ({why}): "
             + (
                 "unset it"
@@ -110,92 +110,92 @@ def has_backend(name: str) -> bool:
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
 
 
-def of_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+def of_variables(environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
     """Variables of Partway that it does not know, and values that mean nothing."""
     for name in sorted(environment):
         if name.startswith("PARTWAY_") and name not in VARIABLES:
             meant = did_you_mean(name, VARIABLES, "docs/options.md has those that there are", most=1)
-            yield Finding(f"nothing reads the variable {name}: {meant}", wrong=False)
+            yield DoctorFinding(f"nothing reads the variable {name}: {meant}", wrong=False)
     for name, use in SWITCHES.items():
         value = environment.get(name, "")
         if value not in ("", "0", "1"):
-            yield Finding(f"{name} is {shown(value)}, which changes nothing: write {use}, or unset it")
+            yield DoctorFinding(f"{name} is {shown(value)}, which changes nothing: write {use}, or unset it")
     readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret, level_asked, may_share)
-    yield from (Finding(problem) for read in readers if (problem := _problem(read)))
+    yield from (DoctorFinding(problem) for read in readers if (problem := _problem(read)))
 
 
-def of_cache() -> Iterator[Finding]:
+def of_cache() -> Iterator[DoctorFinding]:
     """The folder of plans: whether it can be used, and is on a disk with room."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         folder = cache_folder("")
-    yield from (Finding(str(each.message)) for each in caught)
+    yield from (DoctorFinding(str(each.message)) for each in caught)
     if folder is not None and not os.access(folder, os.W_OK):
-        yield Finding(
+        yield DoctorFinding(
             f"a plan cannot be kept in {folder}, where this user may not write: set PARTWAY_CACHE_DIR to a folder of "
             "your own, or PARTWAY_CACHE=0"
         )
     elif folder is not None and (free := shutil.disk_usage(folder).free) < 100e6:
-        yield Finding(
+        yield DoctorFinding(
             f"the disk of {folder_named('')} has {free / 1e6:.0f} MB left, and plans are kept there: make room, or "
             "set PARTWAY_CACHE_DIR to a folder on another",
             wrong=False,
         )
 
 
-def of_gpus(processes: int) -> Iterator[Finding]:
+def of_gpus(processes: int) -> Iterator[DoctorFinding]:
     """GPUs against processes of this host."""
     there = has_backend("nccl") and torch.cuda.is_available() and torch.cuda.device_count()
     if there and (problem := _problem(lambda: check_enough(processes))):
-        yield Finding(problem)
+        yield DoctorFinding(problem)
 
 
-def of_threads(processes: int, environment: Mapping[str, str]) -> Iterator[Finding]:
+def of_threads(processes: int, environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
     """Threads against cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     if processes > 1 and "OMP_NUM_THREADS" not in environment and threads * processes > cores:
         fair = max(1, cores // processes)
-        yield Finding(
+        yield DoctorFinding(
             f"OMP_NUM_THREADS is not set, so that each of {processes} processes computes on {threads} threads, and "
             f"there are {cores} cores: set it to {fair}",
             wrong=False,
         )
     elif threads > cores:
-        yield Finding(
+        yield DoctorFinding(
             f"PyTorch computes on {threads} threads, and this process has {cores} cores: set OMP_NUM_THREADS={cores}",
             wrong=False,
         )
 
 
-def of_host() -> Iterator[Finding]:
+def of_host() -> Iterator[DoctorFinding]:
     """The host: its name, its shared memory, its clock."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
-        yield Finding(
+        yield DoctorFinding(
             f"the name of this host, {name!r}, has no address ({error}), and gloo asks for one: add it to "
             "/etc/hosts, or set GLOO_SOCKET_IFNAME to an interface, such as eth0",
             wrong=False,
         )
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < SHARED:
-        yield Finding(
+        yield DoctorFinding(
             f"/dev/shm has {size / 1e6:.0f} MB, in which workers of a DataLoader and NCCL pass tensors: give the "
             "container more, as docker run --shm-size=2g does",
             wrong=False,
         )
     installed = Path(__file__).stat().st_mtime
     if time.time() < installed - 86400:
-        yield Finding(
+        yield DoctorFinding(
             f"the clock says {time.strftime('%Y-%m-%d')}, before Partway was installed: set it; certificates and "
             "what is kept on disk go by it",
             wrong=False,
         )
 
 
-def of_extras() -> Iterator[Finding]:
+def of_extras() -> Iterator[DoctorFinding]:
     """Libraries of the optional extras that are there and too old."""
     for line in requires("partway") or ():
         found = _REQUIRED.match(line)
@@ -207,7 +207,7 @@ def of_extras() -> Iterator[Finding]:
         except PackageNotFoundError:
             continue
         if _release(there) < _release(least):
-            yield Finding(f"{name} is {there}, and Partway needs {least}: pip install 'partway[{extra}]'")
+            yield DoctorFinding(f"{name} is {there}, and Partway needs {least}: pip install 'partway[{extra}]'")
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -215,10 +215,10 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 
 
-def of_profile(profile: str | None) -> Iterator[Finding]:
+def of_profile(profile: str | None) -> Iterator[DoctorFinding]:
     """A device profile that is named."""
     if profile is not None and (problem := _problem(lambda: profile_of(profile))):
-        yield Finding(problem)
+        yield DoctorFinding(problem)
 
 
 def _problem(read: Callable[[], Any]) -> str:

@@ -42,7 +42,7 @@ _LISTED = 12  # problems of a kind that are listed
 
 
 @dataclass(frozen=True)
-class Card:
+class RankCard:
     """What a rank says of itself.
 
     place              tells apart hosts of one name
@@ -72,7 +72,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReachReport:
     """What a rank found: why it did not reach others, by rank; how far rank 0's clock is ahead of its own, and how
     exactly that is known, in seconds; what went wrong with messages."""
 
@@ -83,7 +83,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ReachProblem:
     """What is wrong, and the rank that says so."""
 
     rank: int
@@ -102,9 +102,9 @@ class Met:
 class Health:
     """What was found out, by rank, and what is wrong."""
 
-    cards: Mapping[int, Card]
-    reports: Mapping[int, Report]
-    problems: tuple[Problem, ...]
+    cards: Mapping[int, RankCard]
+    reports: Mapping[int, ReachReport]
+    problems: tuple[ReachProblem, ...]
 
     @property
     def well(self) -> str:
@@ -116,7 +116,7 @@ class Health:
         """The ranks for people, one a line."""
         rows = [("rank", "host", "process", "listens at", "clock, to rank 0", "runs")]
         for rank, card in sorted(self.cards.items()):
-            report = self.reports.get(rank, Report({}))
+            report = self.reports.get(rank, ReachReport({}))
             where = f"{card.address}:{card.port} ({card.interface})" if card.port else "nowhere"
             clock = f"{-1e3 * report.ahead:+.2f} ms ± {1e3 * report.exact:.2f}" if report.exact else ""
             rows.append((str(rank), card.host, str(card.process), where, clock, card.versions))
@@ -187,10 +187,10 @@ def check(met: Met, limit: float, versions: str | None = None) -> Health:
             door.server_close()
 
 
-def _found_out(met: Met, card: Card, limit: float) -> Health:
+def _found_out(met: Met, card: RankCard, limit: float) -> Health:
     found, store = met.launch, met.store
     told = _gathered(store, "card", found, asdict(card), limit)
-    cards = {rank: Card(**fields) for rank, fields in told.items()}
+    cards = {rank: RankCard(**fields) for rank, fields in told.items()}
     if missing := sorted(set(range(found.size)) - cards.keys()):
         return Health(cards, {}, (_absent(missing, cards, found, limit),))
     report = _connected(cards, card.rank)
@@ -212,13 +212,15 @@ def _part(met: Met) -> None:
         time.sleep(_LOOK)
 
 
-def _absent(missing: Sequence[int], cards: Mapping[int, Card], found: Launch, limit: float) -> Problem:
+def _absent(missing: Sequence[int], cards: Mapping[int, RankCard], found: Launch, limit: float) -> ReachProblem:
     came = "; ".join(f"{card}, process {card.process}" for card in cards.values())
     have = "have" if len(missing) > 1 else "has"
-    return Problem(min(cards), f"{named(missing)} {have} not come to {found.where} in {limit:g} s; there are {came}")
+    return ReachProblem(
+        min(cards), f"{named(missing)} {have} not come to {found.where} in {limit:g} s; there are {came}"
+    )
 
 
-def problems(cards: Mapping[int, Card], reports: Mapping[int, Report]) -> Iterator[Problem]:
+def problems(cards: Mapping[int, RankCard], reports: Mapping[int, ReachReport]) -> Iterator[ReachProblem]:
     """What is wrong, with what to do."""
     several = len({card.place for card in cards.values()}) > 1
     hidden = {
@@ -226,23 +228,23 @@ def problems(cards: Mapping[int, Card], reports: Mapping[int, Report]) -> Iterat
     }
     for rank, card in cards.items():
         if card.wrong:
-            yield Problem(rank, f"{card}: {card.wrong}")
+            yield ReachProblem(rank, f"{card}: {card.wrong}")
         if card.versions != cards[0].versions:
             differ = f"{card} runs {card.versions}, and rank 0 {cards[0].versions}"
-            yield Problem(rank, f"{differ}; install the same everywhere")
+            yield ReachProblem(rank, f"{differ}; install the same everywhere")
         if rank in hidden:
-            yield Problem(rank, _loopback(card))
+            yield ReachProblem(rank, _loopback(card))
         if rank not in reports:
-            yield Problem(0, f"{card} has ended, or is too slow to say what it found; look at what it printed")
+            yield ReachProblem(0, f"{card} has ended, or is too slow to say what it found; look at what it printed")
     for rank, report in reports.items():
         if abs(report.ahead) > _APART + report.exact:
             how = f"{abs(report.ahead):.1f} s {'behind' if report.ahead > 0 else 'ahead of'}"
             text = f"the clock of {cards[rank]} is {how} that of rank 0; set both by a time server (NTP), so that what"
-            yield Problem(rank, f"{text} logs and files say of time compares")
+            yield ReachProblem(rank, f"{text} logs and files say of time compares")
         if report.messages:
-            yield Problem(rank, f"{cards[rank]}: {report.messages}")
+            yield ReachProblem(rank, f"{cards[rank]}: {report.messages}")
     yield from _shortened(
-        Problem(
+        ReachProblem(
             rank,
             f"{cards[rank]} cannot reach {cards[peer]} at port {cards[peer].port}: {why}; check {_INTERFACE} on both "
             "hosts, and what stands between them (a firewall)",
@@ -253,7 +255,7 @@ def problems(cards: Mapping[int, Card], reports: Mapping[int, Report]) -> Iterat
     )
 
 
-def _loopback(card: Card) -> str:
+def _loopback(card: RankCard) -> str:
     why, fixes = f"{_INTERFACE} is {card.asked!r}", list[str]()
     if not card.asked:
         why = f"on {card.host} the name {card.host!r} stands for {card.address} (/etc/hosts)"
@@ -264,16 +266,16 @@ def _loopback(card: Card) -> str:
     return text.removesuffix("; ")
 
 
-def _shortened(found: Iterable[Problem]) -> list[Problem]:
+def _shortened(found: Iterable[ReachProblem]) -> list[ReachProblem]:
     all_found = list(found)
     more = len(all_found) - _LISTED
-    return all_found if more <= 0 else [*all_found[:_LISTED], Problem(0, f"and {more} more pairs of ranks")]
+    return all_found if more <= 0 else [*all_found[:_LISTED], ReachProblem(0, f"and {more} more pairs of ranks")]
 
 
 # -- What this rank is
 
 
-class _Door(socketserver.ThreadingTCPServer):
+class _AnsweringDoor(socketserver.ThreadingTCPServer):
     """Where a rank answers the others: with its number and the time, to who knows its token."""
 
     daemon_threads, request_queue_size = True, 1024
@@ -289,13 +291,13 @@ class _Answer(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         door = self.server
-        assert isinstance(door, _Door)
+        assert isinstance(door, _AnsweringDoor)
         with suppress(OSError):
             while self.rfile.readline(200).decode("ascii", "replace").strip() == door.token:
                 self.wfile.write(f"{json.dumps([door.rank, time.time()])}\n".encode())
 
 
-def _opened(rank: int, found: Launch, versions: str) -> tuple[_Door | None, Card]:
+def _opened(rank: int, found: Launch, versions: str) -> tuple[_AnsweringDoor | None, RankCard]:
     """The door of this rank, and its card."""
     there = interfaces.addresses()
     towards = _towards(found, there)
@@ -303,13 +305,13 @@ def _opened(rank: int, found: Launch, versions: str) -> tuple[_Door | None, Card
     door = None
     if not wrong:
         try:
-            door = _Door(family, address, rank)
+            door = _AnsweringDoor(family, address, rank)
         except OSError as error:
             wrong = f"cannot listen at {address}: {error.strerror or error}"
     port, token = (door.server_address[1], door.token) if door is not None else (0, "")
     names = {value: name for name, value in there.items()}
     interface = "lo" if interfaces.is_loopback(address) else names.get(address, "an interface without a known name")
-    return door, Card(
+    return door, RankCard(
         rank, socket.gethostname(), interfaces.place(), os.getpid(), address, interface, int(port), towards,
         names.get(towards, ""), token, versions, os.environ.get(_INTERFACE, ""), wrong,
     )  # fmt: skip
@@ -358,23 +360,23 @@ def _gathered(store: Any, name: str, found: Launch, mine: Any, limit: float) -> 
     return {rank: json.loads(store.get(keys[rank])) for rank in there}
 
 
-def _reports(store: Any, name: str, found: Launch, report: Report, limit: float) -> dict[int, Report]:
+def _reports(store: Any, name: str, found: Launch, report: ReachReport, limit: float) -> dict[int, ReachReport]:
     told = _gathered(store, name, found, asdict(report), limit + 2 * _CONNECT)
     unreached = {rank: {int(peer): why for peer, why in each["unreached"].items()} for rank, each in told.items()}
-    return {rank: Report(**{**each, "unreached": unreached[rank]}) for rank, each in told.items()}
+    return {rank: ReachReport(**{**each, "unreached": unreached[rank]}) for rank, each in told.items()}
 
 
-def _connected(cards: Mapping[int, Card], rank: int) -> Report:
+def _connected(cards: Mapping[int, RankCard], rank: int) -> ReachReport:
     """Connect to every other rank that listens, and ask rank 0 for the time."""
     peers = [card for card in cards.values() if card.rank != rank and not card.wrong]
     with ThreadPoolExecutor(16) as pool:
         answers = dict(zip([card.rank for card in peers], pool.map(_asked, peers), strict=True))
     unreached = {peer: answer for peer, answer in answers.items() if isinstance(answer, str)}
     clock = answers.get(0)
-    return Report(unreached, *clock) if isinstance(clock, tuple) else Report(unreached)
+    return ReachReport(unreached, *clock) if isinstance(clock, tuple) else ReachReport(unreached)
 
 
-def _asked(card: Card) -> tuple[float, float] | str:
+def _asked(card: RankCard) -> tuple[float, float] | str:
     """How far that rank's clock is ahead, and how exactly that is known; or why it cannot be reached."""
     best = (0.0, float("inf"))
     try:

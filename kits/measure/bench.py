@@ -144,7 +144,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ContenderFigures:
     """What one contender does in a step, and the seconds that it takes, one for each round.
 
     collectives, bytes  how many, and their payload on one rank
@@ -168,18 +168,18 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchResult:
     """All contenders on one machine. `profile` is what the steps are predicted by; `timelines` are of one contender,
     "measured" and "predicted", where they were asked for."""
 
     case: Case
     profile: DeviceProfile
     gradients: int
-    figures: tuple[Figures, ...]
+    figures: tuple[ContenderFigures, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     timelines: Mapping[str, Sequence[Span]] = field(default_factory=dict)
 
-    def ratios(self, figures: Figures) -> tuple[float, ...]:
+    def ratios(self, figures: ContenderFigures) -> tuple[float, ...]:
         """The step of a contender over DDP's, round by round."""
         other = next(f for f in self.figures if f.name == DDP)
         return tuple(a / b for a, b in zip(figures.seconds, other.seconds, strict=True))
@@ -274,7 +274,7 @@ def bench_fusion(
     profile: str | None = None,
     timed: bool = False,
     traced: str = "overlap",
-) -> Comparison:
+) -> BenchResult:
     """Compare all contenders on `world` processes of this machine.
 
     model     gpt2, resnet50 or mlp; or module:function, see `workloads.own`
@@ -311,7 +311,7 @@ def bench_fusion(
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     facts = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": threads_of(world)}
     timelines = {name: [Span(**each) for each in spans] for name, spans in ranks[0]["timelines"].items()}
-    return Comparison(case, predictor, gradients, tuple(_joined(ranks)), facts, timelines)
+    return BenchResult(case, predictor, gradients, tuple(_joined(ranks)), facts, timelines)
 
 
 def _say(what: str) -> None:
@@ -326,14 +326,14 @@ def _device(world: int) -> str:
     return "cuda" if enough or (count and may_share()) else "cpu"
 
 
-def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[Figures]:
+def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[ContenderFigures]:
     """The figures of each contender; a step takes as long as on the slowest rank."""
     slowest = {
         key: {name: tuple(map(max, zip(*(rank[key][name] for rank in ranks), strict=True))) for name in ranks[0][key]}
         for key in ("seconds", "computed")
     }
     return [
-        Figures(name=name, seconds=slowest["seconds"][name], computed=slowest["computed"][name], **facts)
+        ContenderFigures(name=name, seconds=slowest["seconds"][name], computed=slowest["computed"][name], **facts)
         for name, facts in ranks[0]["facts"].items()
     ]
 

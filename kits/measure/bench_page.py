@@ -14,7 +14,7 @@ from partway.show.timeline import beside, totals
 from partway.strategy.units import human
 
 if TYPE_CHECKING:
-    from partway.measure.bench import Comparison, Figures
+    from partway.measure.bench import BenchResult, ContenderFigures
 
 _LEFT, _WIDE, _ROW = 150.0, 720.0, 34.0  # of the picture, in pixels
 _MEASURED, _PREDICTED = COLOURS[0], COLOURS[1]
@@ -25,7 +25,7 @@ _HEAD = (
 )  # fmt: skip
 
 
-def page(found: Comparison) -> str:
+def page(found: BenchResult) -> str:
     """The page of a comparison, with its timelines if it has some."""
     ranked = sorted(found.figures, key=lambda one: statistics.median(one.seconds))
     facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
@@ -50,12 +50,12 @@ def page(found: Comparison) -> str:
     return sheet(f"Fusion of {found.case.model}", "\n".join(parts), STYLE, SCRIPT if found.timelines else "")
 
 
-def _table(found: Comparison, ranked: Sequence[Figures]) -> str:
+def _table(found: BenchResult, ranked: Sequence[ContenderFigures]) -> str:
     head = "".join(f'<th scope="col"{" class=number" if i else ""}>{name}</th>' for i, name in enumerate(_HEAD))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(_rows(found, ranked))}</tbody></table>"
 
 
-def _rows(found: Comparison, ranked: Sequence[Figures]) -> Iterator[str]:
+def _rows(found: BenchResult, ranked: Sequence[ContenderFigures]) -> Iterator[str]:
     for one in ranked:
         predicted = ("", "")
         if one.predicted is not None:
@@ -68,7 +68,7 @@ def _rows(found: Comparison, ranked: Sequence[Figures]) -> Iterator[str]:
         yield f'<tr><th scope="row">{safe(one.name)}</th>{numbers}</tr>'
 
 
-def _picture(ranked: Sequence[Figures]) -> str:
+def _picture(ranked: Sequence[ContenderFigures]) -> str:
     """Bars of the forward and backward, measured with its quartiles and predicted. (The slowest step may take many
     times the median where other processes run.)"""
     middles = [three_quartiles(one.computed) for one in ranked]
@@ -94,7 +94,7 @@ def _picture(ranked: Sequence[Figures]) -> str:
     return "\n".join([*lines, "</svg>"])
 
 
-def _bars(one: Figures, middle: Sequence[float], top: float, scale: float) -> Iterator[str]:
+def _bars(one: ContenderFigures, middle: Sequence[float], top: float, scale: float) -> Iterator[str]:
     low, median, high = middle
     yield f'<text x="{_LEFT - 8:g}" y="{top + 15:g}" text-anchor="end" fill="currentColor">{safe(one.name)}</text>'
     yield _bar(top, 14, median * scale, _MEASURED)

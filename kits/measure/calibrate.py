@@ -63,7 +63,7 @@ from partway.measure.workloads import Workload
 from partway.propagation.cost.profile import (
     DeviceProfile,
     NetworkLevel,
-    Peak,
+    PeakRates,
     Sources,
     profile_of,
 )
@@ -72,7 +72,7 @@ from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 
-DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
+DTYPES = {name: getattr(torch, name) for name in PeakRates.model_fields}
 SHOWN = 30  # operators of a report
 TIMES = {"cpu": (1,), "cuda": (1, 16)}  # how many times larger batches are: small ones leave a GPU waiting for the host
 
@@ -200,7 +200,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     how = _how(processes, device)
     profile = DeviceProfile(
         name=name,
-        peak=Peak(**speed.peak),
+        peak=PeakRates(**speed.peak),
         memory=_memory(processes, device),
         memory_bandwidth=speed.memory_bandwidth,
         overhead=speed.overhead,

@@ -35,7 +35,7 @@ ALONG: Sequence[Callable[[Tensor], Tensor]] = (
 )  # fmt: skip
 
 
-class Functions(nn.Module):
+class ProbeFunctions(nn.Module):
     """Each function by itself, of a product with a matrix of its own, as in a network: so that what it reads is where
     products leave it, and what it calls has been forgotten by the core's caches. Rows of no `width` are too many for a
     product."""
@@ -210,9 +210,9 @@ def probes(times: int = 1, *, quick: bool) -> Iterator[Workload]:
 def _of_functions(quick: bool, times: int) -> Iterator[Workload]:
     for name, functions in (("activations", ACTIVATIONS), ("functions", FUNCTIONS), ("along", ALONG)):
         for rows in ROWS:
-            yield _of(name, partial(Functions, functions, 1024), torch.rand, (rows * times, 1024))
+            yield _of(name, partial(ProbeFunctions, functions, 1024), torch.rand, (rows * times, 1024))
         for n in NUMBERS[: 1 if quick or times > 1 else 2]:
-            yield _of(name, partial(Functions, functions), torch.rand, (n * times >> 10, 1024))
+            yield _of(name, partial(ProbeFunctions, functions), torch.rand, (n * times >> 10, 1024))
 
 
 def _of_layers(quick: bool, times: int) -> Iterator[Workload]:

@@ -46,7 +46,7 @@ class DecoderBlock(nn.Module):
         return result
 
 
-class Decoder(nn.Module):
+class DecoderModel(nn.Module):
     """The shapes of GPT-2: learned positions, a head tied to the token embedding, and the mean cross-entropy."""
 
     def __init__(self, layers: int, width: int, heads: int, sequence: int, vocabulary: int) -> None:
@@ -228,7 +228,7 @@ def gpt2(layers: int, sequence: int, width: int = 768, vocabulary: int = 50257, 
     """A decoder with heads of 64 (four heads where it is narrower than that)."""
 
     def build() -> nn.Module:
-        return Decoder(layers, width, max(4, width // 64), sequence, vocabulary)
+        return DecoderModel(layers, width, max(4, width // 64), sequence, vocabulary)
 
     def batch(samples: int) -> tuple[Tensor, ...]:
         tokens = torch.randint(vocabulary, (samples, sequence + 1))

@@ -35,7 +35,7 @@ from partway.operator.decision import (
 from partway.operator.health import answering
 from partway.operator.observed import JOB, is_owned, pods_of, text_of
 from partway.operator.spec import API, KIND, PLURAL, Spec, parsed
-from partway.operator.watch import Watch, reason_of
+from partway.operator.watch import ObjectWatch, reason_of
 
 logger = logging.getLogger("partway.operator")
 GATHER = 0.2  # seconds in which the events of a job are taken together
@@ -258,11 +258,11 @@ async def _first(*events: asyncio.Event) -> None:
         each.cancel()
 
 
-def _watch(cluster: Cluster, kind: str, namespace: str | None, touch: Callable[[str, str], object]) -> Watch:
+def _watch(cluster: Cluster, kind: str, namespace: str | None, touch: Callable[[str, str], object]) -> ObjectWatch:
     def changed(metadata: Mapping[str, Any]) -> None:
         job = metadata["name"] if kind == PLURAL else metadata["labels"][JOB]
         touch(metadata["namespace"], job)
 
     missing = "define it: partway operator manifests | kubectl apply -f -" if kind == PLURAL else ""
     where = f"{kind} of {namespace}" if namespace is not None else kind
-    return Watch(where, cluster.reader(kind, namespace), changed, missing)
+    return ObjectWatch(where, cluster.reader(kind, namespace), changed, missing)

@@ -16,13 +16,13 @@ LONGEST_NAME = 48  # with "-scheduler-0" and a little more it is the name of a h
 _GIVEN = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID")
 
 
-class _Part(BaseModel):
+class _JobPart(BaseModel):
     """A part of a job."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class RunPolicy(_Part):
+class RunPolicy(_JobPart):
     """When a job is over, and what is left of it then."""
 
     cleanPodPolicy: Literal["Running", "None", "All"] = Field(
@@ -41,7 +41,7 @@ class RunPolicy(_Part):
     suspend: bool = Field(default=False, description="Whether the job waits, without pods.")
 
 
-class Elastic(_Part):
+class Elastic(_JobPart):
     """That the others go on where a worker is lost."""
 
     minWorkers: Annotated[int, Field(ge=1, le=1000)] = Field(
@@ -49,7 +49,7 @@ class Elastic(_Part):
     )
 
 
-class Replicas(_Part):
+class Replicas(_JobPart):
     """The pods of a role."""
 
     replicas: Annotated[int, Field(ge=0, le=1000)] = Field(default=1, description="How many pods.")
@@ -67,7 +67,7 @@ class Workers(Replicas):
     replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="How many pods.")
 
 
-class Roles(_Part):
+class Roles(_JobPart):
     """The roles of a job."""
 
     Scheduler: Replicas | None = None
@@ -75,7 +75,7 @@ class Roles(_Part):
     Worker: Workers
 
 
-class Spec(_Part):
+class Spec(_JobPart):
     """A job."""
 
     runPolicy: RunPolicy = RunPolicy()

@@ -31,7 +31,7 @@ class Response(Protocol):
         """Close the connection."""
 
 
-class Watch:
+class ObjectWatch:
     """A watch of one kind of objects.
 
     what       the kind and where, for messages

@@ -94,9 +94,9 @@ def set_ps_context(
 
 def _served(
     enable: bool, mode: str, max_staleness: int | None, durability: str, folder: Any, gradient_dtype: str | None
-) -> settings.Settings | None:
+) -> settings.ServerSettings | None:
     """The options of the parameter server, checked."""
-    own = settings.Settings()
+    own = settings.ServerSettings()
     if not isinstance(enable, bool):
         raise ContextError(f"set_ps_context: enable_ps is {shown(enable)}; it must be a bool")
     choices = {"mode": (mode, MODES), "durability": (durability, DURABILITIES),
@@ -113,7 +113,9 @@ def _served(
         raise ContextError(f"set_ps_context: shard_folder is {shown(folder)}; it must be the path of a folder")
     if folder is not None and durability == "memory":
         raise ContextError('set_ps_context: shard_folder means nothing with durability="memory"')
-    made = settings.Settings(mode, bound, durability, Path(folder) if folder is not None else None, gradient_dtype)
+    made = settings.ServerSettings(
+        mode, bound, durability, Path(folder) if folder is not None else None, gradient_dtype
+    )
     if not enable and made != own:
         names = ("mode", "max_staleness", "durability", "shard_folder", "gradient_dtype")
         name = next(name for name in names if getattr(made, name) != getattr(own, name))

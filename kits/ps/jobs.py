@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from partway.ps.live import View
+from partway.ps.live import LiveTable
 from partway.ps.service import cluster, roles
 from partway.ps.service.cluster import COORDINATOR, Gone, Link, Site
 from partway.strategy import RuntimeStateError
@@ -36,7 +36,7 @@ _JOBS = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser
 
 
 @dataclass(frozen=True)
-class Job:
+class ServedJob:
     """What to start.
 
     restarts   how often each worker is started again that fails within a minute of its start
@@ -66,7 +66,7 @@ class Job:
         cluster.ray_is_there()
 
 
-def run(job: Job) -> int:
+def run(job: ServedJob) -> int:
     """Start the job, and watch it until all workers have ended. Returns its exit status: 0 if they ended well."""
     running = _Running(job)
     with _ray_writes_to(running.logs / "ray") as ours:
@@ -76,7 +76,7 @@ def run(job: Job) -> int:
 class _Running:
     """The processes of a job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ServedJob) -> None:
         self._job = job
         port = job.port or _free_port()
         self._own = Path(tempfile.mkdtemp(prefix="partway-ps-"))
@@ -113,7 +113,7 @@ class _Running:
             recorded = True
             for number in range(self._job.workers):
                 self._start_worker(number)
-            with View(self._job.quiet, ours) as view:
+            with LiveTable(self._job.quiet, ours) as view:
                 while self._workers and not self._asked:
                     time.sleep(_LOOK)
                     self._look(view)
@@ -175,7 +175,7 @@ class _Running:
             raise KeyboardInterrupt
         raise RuntimeStateError(f"the scheduler did not start in {_STARTS:g} s")
 
-    def _look(self, view: View) -> None:
+    def _look(self, view: LiveTable) -> None:
         """See who has ended, and who is wanted."""
         assert self._scheduler is not None
         if self._scheduler.poll() not in (None, 0) and self._workers:  # 0: all workers have left

@@ -15,7 +15,7 @@ from rich.text import Text
 _EVERY = 1.0  # seconds between two looks
 
 
-class View:
+class LiveTable:
     """A table that is drawn anew each second; where the output is no terminal, a line for each event."""
 
     def __init__(self, quiet: bool, out: TextIO) -> None:
@@ -26,7 +26,7 @@ class View:
         self._quiet, self._last, self._events = quiet, 0.0, 0
         self._before: tuple[float, int] | None = None
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> LiveTable:
         if self._live is not None:
             self._live.start()
         return self

@@ -23,7 +23,7 @@ from partway.checkpoints.contents import (
     OPTIMIZER,
     STATE,
     Content,
-    Kept,
+    KeptTensor,
     keep_whole,
     named_tensors,
     packed,
@@ -32,7 +32,7 @@ from partway.checkpoints.contents import (
 from partway.checkpoints.tensor_files import arrange
 from partway.ps.served import ServedOptimizer, served
 from partway.ps.service import settings
-from partway.ps.service.pieces import Parameter, Piece
+from partway.ps.service.pieces import Parameter, RowRange
 from partway.ps.service.server import Moved
 from partway.ps.service.update import is_of_rows
 from partway.ps.service.wire import DTYPES, tensor_of
@@ -103,7 +103,7 @@ class _Cut:
         self._client, self.job, self._name, self._where, self.names = own.client, own.job, name, assignment, names
         self.own = own
 
-    def read(self, piece: Piece) -> Moved:
+    def read(self, piece: RowRange) -> Moved:
         """A piece."""
         return self._client.read_cut(self._name, self._where[piece.key], piece.key)
 
@@ -111,14 +111,14 @@ class _Cut:
         """It is needed no more."""
         self._client.release_cut(self._name, sorted(set(self._where.values())))
 
-    def part(self, piece: Piece, value: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+    def part(self, piece: RowRange, value: Tensor) -> tuple[tuple[slice, ...], Tensor]:
         """Where a piece is in its parameter, and its values."""
         parameter = self.job.parameters[piece.parameter]
         first = (slice(piece.start, piece.stop),) if parameter.shape else ()
         return (*first, *(slice(0, size) for size in parameter.shape[1:])), value.reshape(_shape(parameter, piece))
 
 
-def _shape(parameter: Parameter, piece: Piece) -> tuple[int, ...]:
+def _shape(parameter: Parameter, piece: RowRange) -> tuple[int, ...]:
     return (piece.stop - piece.start, *parameter.shape[1:]) if parameter.shape else ()
 
 
@@ -146,18 +146,18 @@ def _write(cut: _Cut, content: Content, folder: Path, keep: int | None) -> Path:
         cut.release()
 
 
-def _described(cut: _Cut, firsts: dict[int, Moved]) -> tuple[dict[str, dict[str, Kept]], dict[str, Any]]:
+def _described(cut: _Cut, firsts: dict[int, Moved]) -> tuple[dict[str, dict[str, KeptTensor]], dict[str, Any]]:
     """What there will be of the servers' tensors, and the optimizer's other values."""
-    kept: dict[str, dict[str, Kept]] = {MODEL: {}, OPTIMIZER: {}}
+    kept: dict[str, dict[str, KeptTensor]] = {MODEL: {}, OPTIMIZER: {}}
     values: dict[str, dict[str, Any]] = {}
     none = torch.empty(0)
     for index, moved in firsts.items():
         parameter, name = cut.job.parameters[index], cut.names[index]
-        kept[MODEL][name] = Kept(DTYPES[parameter.dtype], parameter.shape, none, (), False)
+        kept[MODEL][name] = KeptTensor(DTYPES[parameter.dtype], parameter.shape, none, (), False)
         value = tensor_of(moved.value, parameter.dtype)
         for key, each in moved.state.items():
             if is_of_rows(key, each, value):
-                kept[OPTIMIZER][f"state.{name}.{key}"] = Kept(each.dtype, parameter.shape, none, (), False)
+                kept[OPTIMIZER][f"state.{name}.{key}"] = KeptTensor(each.dtype, parameter.shape, none, (), False)
             elif not isinstance(each, Tensor):
                 values.setdefault(name, {})[key] = each
     groups = [

@@ -19,10 +19,10 @@ from partway.ps.marks import close, forget, marked
 from partway.ps.service import roles, settings
 from partway.ps.service.client import Client, Pushed, Taken
 from partway.ps.service.job import Job
-from partway.ps.service.pieces import Parameter, Piece
+from partway.ps.service.pieces import Parameter, RowRange
 from partway.ps.service.server import Moved
 from partway.ps.service.tables import RemoteTable
-from partway.ps.service.update import Maker, is_by_element, is_of_rows
+from partway.ps.service.update import OptimizerMaker, is_by_element, is_of_rows
 from partway.ps.service.wire import DTYPES, array_of, name_of
 from partway.ps.workers import Parameters, parameters_of
 from partway.runtime.optimizers import bring_up_to_date
@@ -106,12 +106,12 @@ class ServedOptimizer(Optimizer):
     def _puller(self, index: int) -> Callable[[Tensor], Tensor]:
         return lambda rows: self._speaker.rows(index, rows)
 
-    def _first_values(self) -> Callable[[Piece], Moved]:
+    def _first_values(self) -> Callable[[RowRange], Moved]:
         """What the servers begin with, by piece: the parameters as they are, and what `inner` keeps of them."""
         wholes = whole_of(self._parameters)
         states = {i: self._inner.state.get(each, {}) for i, each in enumerate(self._parameters)}
 
-        def first(piece: Piece) -> Moved:
+        def first(piece: RowRange) -> Moved:
             whole = wholes[piece.parameter].detach()
             if whole.is_meta:
                 name = self._job.parameters[piece.parameter].name
@@ -303,7 +303,9 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _job_of(inner: Optimizer, parameters: list[Any], asked: settings.Settings) -> tuple[Job, Maker, dict[int, Any]]:
+def _job_of(
+    inner: Optimizer, parameters: list[Any], asked: settings.ServerSettings
+) -> tuple[Job, OptimizerMaker, dict[int, Any]]:
     """What is trained, how its optimizer is made, and the tables by rows."""
     if type(inner).__name__ in _NEVER_ON_SERVERS:
         raise RuntimeStateError(
@@ -315,7 +317,7 @@ def _job_of(inner: Optimizer, parameters: list[Any], asked: settings.Settings) -
     ]
     if lacking:
         raise RuntimeStateError(f"set_param_ps named {', '.join(lacking[:5])}, which the optimizer does not have")
-    maker, options = Maker.of(inner), [_options(group) for group in inner.param_groups]
+    maker, options = OptimizerMaker.of(inner), [_options(group) for group in inner.param_groups]
     by_element = all(is_by_element(maker, each) for each in options)
     groups = [number for number, group in enumerate(inner.param_groups) for _ in group["params"]]
     marks = {id(each): mark for each, mark in marked()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from partway.graphs.compare import LEGEND, Comparison, Difference, compared
 from partway.graphs.saved import SavedCall, saved_calls
-from partway.propagation.plan.alternatives import Origin, Span
+from partway.propagation.plan.alternatives import Origin, ScheduleSpan
 from partway.propagation.plan.plan import Plan
 from partway.show.page.document import Section, Shown, document
 from partway.show.page.facts import Said, said
@@ -36,7 +36,7 @@ def page(paths: Sequence[Path]) -> str:
 
 
 def plan_page(
-    plan: Plan, origin: Origin, alternatives: int, timelines: Mapping[str, Sequence[Span]], title: str
+    plan: Plan, origin: Origin, alternatives: int, timelines: Mapping[str, Sequence[ScheduleSpan]], title: str
 ) -> str:
     """The page of a plan that was just made: `Plan.save_html`."""
     known = said(plan, origin.alternatives if alternatives else None, alternatives)

@@ -15,7 +15,7 @@ import torch
 from partway.dtensors import is_dtensor, layout_now
 from partway.propagation.plan.plan import Plan
 from partway.show.pictures.drawing import svg_of, text_of
-from partway.show.pictures.parts import Parts, parts_of
+from partway.show.pictures.parts import LayoutParts, parts_of
 from partway.strategy import Layout, StrategyError
 from partway.strategy.errors import shown
 from partway.strategy.files import MARKS, save
@@ -29,7 +29,7 @@ class ShardingPicture:
     """How a tensor lies on the devices of a mesh: `text` for a terminal, `svg` for a page. A notebook shows the SVG."""
 
     title: str
-    parts: Parts = field(repr=False)
+    parts: LayoutParts = field(repr=False)
 
     @property
     def text(self) -> str:

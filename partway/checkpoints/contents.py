@@ -26,7 +26,7 @@ _TENSOR = "partway.tensor"  # the only key of a dict that stands for a tensor of
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptTensor:
     """A tensor to keep: its `part` at `slices`, which this process has. `writes`: it is the one to write it, of the
     `holders`, the ranks that have it."""
 
@@ -47,7 +47,7 @@ class Content:
     values    all else, as bytes
     """
 
-    tensors: Mapping[str, Mapping[str, Kept]]
+    tensors: Mapping[str, Mapping[str, KeptTensor]]
     aliases: Mapping[str, str]
     values: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
     return tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True)), part
 
 
-def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
+def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> KeptTensor:
     """This process's part of a tensor. Which of the processes that have it writes it follows from the tensor's
     `number`: so each writes about as much."""
     slices, part = part_of(tensor)
@@ -143,13 +143,13 @@ def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
         )
     else:
         writes = rank == number % ranks
-    return Kept(tensor.dtype, tuple(tensor.shape), part, slices, writes, holders(tensor) if ranks > 1 else ())
+    return KeptTensor(tensor.dtype, tuple(tensor.shape), part, slices, writes, holders(tensor) if ranks > 1 else ())
 
 
-def keep_whole(tensor: Tensor) -> Kept:
+def keep_whole(tensor: Tensor) -> KeptTensor:
     """A tensor that this process has whole, and writes alone."""
     own = whole(tensor).detach()
-    return Kept(own.dtype, tuple(own.shape), own, tuple(slice(0, size) for size in own.shape), True)
+    return KeptTensor(own.dtype, tuple(own.shape), own, tuple(slice(0, size) for size in own.shape), True)
 
 
 # -- Optimizers

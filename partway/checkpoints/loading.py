@@ -40,7 +40,7 @@ from partway.checkpoints.contents import (
 from partway.checkpoints.manifest import Manifest, parts_in, read_manifest, state_file, whole
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
-from partway.checkpoints.tensor_files import Place, Report, checksum_of, places_in, read_part
+from partway.checkpoints.tensor_files import FilePlace, Report, checksum_of, places_in, read_part
 from partway.dtensors import is_dtensor
 from partway.runtime.agreement import Fact, agree
 from partway.runtime.optimizers import by_element
@@ -59,7 +59,7 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest | None
-    places: Mapping[str, Mapping[str, Place]]  # of the model, the optimizer and other values, by name
+    places: Mapping[str, Mapping[str, FilePlace]]  # of the model, the optimizer and other values, by name
 
     @property
     def processes(self) -> int:
@@ -125,7 +125,7 @@ def _check(path: Any, model: Any, optimizers: Sequence[Any], state: Mapping[str,
 
 def _checked(
     path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer], strict: bool, skip: set[str], ranks: Ranks
-) -> tuple[Checkpoint, dict[str, tuple[Tensor, Place]], dict[str, Any]]:
+) -> tuple[Checkpoint, dict[str, tuple[Tensor, FilePlace]], dict[str, Any]]:
     """A checkpoint, what of it each tensor of the model gets, and its values, when all has been found right."""
     checkpoint = _opened(path)
     wanted = {} if model is None else _wanted(checkpoint, model, strict)
@@ -161,7 +161,7 @@ def _opened(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest, places)
 
 
-def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str, tuple[Tensor, Place]]:
+def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str, tuple[Tensor, FilePlace]]:
     """Each tensor of the model with its place in the checkpoint."""
     tensors, aliases, _ = named_tensors(model)
     there = dict(checkpoint.places[MODEL])
@@ -169,7 +169,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
         if first in there:
             there.setdefault(name, there[first])
     names = every_name(tensors, aliases)
-    wanted: dict[str, tuple[Tensor, Place]] = {}
+    wanted: dict[str, tuple[Tensor, FilePlace]] = {}
     problems: list[Problem] = []
     missing = []
     for name, tensor in tensors.items():
@@ -297,7 +297,7 @@ def _check_parts(checkpoint: Checkpoint, stems: Collection[str], ranks: Ranks) -
 
 
 def _put(
-    checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, Place]], values: dict[str, Any],
+    checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, FilePlace]], values: dict[str, Any],
     model: nn.Module | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any], rank: int,
 ) -> None:  # fmt: skip
     """Give everything what the checkpoint has of it."""
@@ -345,7 +345,7 @@ def _put_tensors(checkpoint: Checkpoint, values: dict[str, Any], state: Mapping[
             values[name] = with_tensors(values[name], like, read)
 
 
-def _read(checkpoint: Checkpoint, place: Place, tensor: Tensor, report: Report) -> None:
+def _read(checkpoint: Checkpoint, place: FilePlace, tensor: Tensor, report: Report) -> None:
     slices, part = part_of(tensor)
     read_part(checkpoint.path, place, slices, part, report)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from partway.checkpoints.tensor_files import SUFFIX, Place
+from partway.checkpoints.tensor_files import SUFFIX, FilePlace
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import PartwayError
 from partway.strategy.files import first_problem, json_of
@@ -132,10 +132,12 @@ def whole(path: Path) -> Iterator[None]:
 
 _Part = tuple[str, str, tuple[tuple[int, int], ...], _Checksum]
 _PARTS: TypeAdapter[tuple[_Part, ...]] = TypeAdapter(tuple[_Part, ...], config=ConfigDict(strict=True))
-Part = tuple[Place, str, tuple[slice, ...], int]  # where it is, of which tensor, which part of that, its checksum
+Part = tuple[FilePlace, str, tuple[slice, ...], int]  # where it is, of which tensor, which part of that, its checksum
 
 
-def parts_in(checkpoint: Path, manifest: Manifest, places: Mapping[str, Mapping[str, Place]]) -> list[tuple[str, Part]]:
+def parts_in(
+    checkpoint: Path, manifest: Manifest, places: Mapping[str, Mapping[str, FilePlace]]
+) -> list[tuple[str, Part]]:
     """All parts that the processes wrote, each with the name of its files. Raises RuntimeStateError where they are not
     the tensors at `places`."""
     parts = []

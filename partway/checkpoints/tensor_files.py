@@ -46,7 +46,7 @@ _LARGEST_HEADER = 100_000_000  # bytes; that of safetensors' own reader
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where a tensor is: in `file`, from byte `start` on."""
 
     file: str
@@ -66,7 +66,7 @@ class TensorFile:
 
     header: bytes
     size: int
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePlace]
 
 
 def arrange(
@@ -110,7 +110,7 @@ def _arranged(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    places = {name: Place(file, len(header) + entries[name]["data_offsets"][0], *tensors[name]) for name in order}
+    places = {name: FilePlace(file, len(header) + entries[name]["data_offsets"][0], *tensors[name]) for name in order}
     return TensorFile(header, len(header) + at, places)
 
 
@@ -139,10 +139,10 @@ def _reserve(number: int, size: int) -> None:
                 raise
 
 
-def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | None = None) -> dict[str, Place]:
+def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | None = None) -> dict[str, FilePlace]:
     """Where the tensors of the files `names` are. Raises RuntimeStateError for a file that is not there, is cut off, is
     no safetensors file, or has not the header whose checksum is in `headers`; it names it."""
-    places: dict[str, Place] = {}
+    places: dict[str, FilePlace] = {}
     for name in names:
         with _whole(folder / name):
             own = _places(folder, name, (headers or {}).get(name))
@@ -187,7 +187,7 @@ def _header(path: Path, checksum: int | None) -> tuple[dict[str, Any], int, int]
     return header, 8 + length, size
 
 
-def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
+def _places(folder: Path, name: str, checksum: int | None) -> dict[str, FilePlace]:
     header, begin, size = _header(folder / name, checksum)
     places, spans = {}, []
     for tensor, entry in header.items():
@@ -200,7 +200,7 @@ def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
             raise ValueError(f"{shown(tensor)} has more elements than a tensor can have")
         if (dtype := _DTYPES.get(entry["dtype"])) is None:
             raise ValueError(f"{shown(tensor)} has the dtype {shown(entry['dtype'])}, which PyTorch does not have")
-        place = Place(name, begin + start, dtype, shape)
+        place = FilePlace(name, begin + start, dtype, shape)
         if end - start != place.size or begin + end > size:
             raise ValueError(f"{shown(tensor)} ends at byte {begin + end:,}, and it has {size:,} bytes")
         places[tensor] = place
@@ -216,7 +216,7 @@ def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
     return places
 
 
-def write_part(folder: Path, place: Place, slices: Slices, part: Tensor, report: Report) -> int:
+def write_part(folder: Path, place: FilePlace, slices: Slices, part: Tensor, report: Report) -> int:
     """Write the `part` at `slices` of a tensor. Returns its checksum: the CRC-32 of its bytes in C order."""
     checksum = 0
     bits = _bits(part)
@@ -228,7 +228,7 @@ def write_part(folder: Path, place: Place, slices: Slices, part: Tensor, report:
     return checksum
 
 
-def read_part(folder: Path, place: Place, slices: Slices, part: Tensor, report: Report) -> None:
+def read_part(folder: Path, place: FilePlace, slices: Slices, part: Tensor, report: Report) -> None:
     """Copy what is at `slices` of a tensor into `part`, which may have another dtype."""
     same = part.dtype is place.dtype
     into = _bits(part) if same else part.detach()
@@ -239,7 +239,7 @@ def read_part(folder: Path, place: Place, slices: Slices, part: Tensor, report: 
         report(piece.nbytes)
 
 
-def checksum_of(folder: Path, place: Place, slices: Slices, report: Report) -> int:
+def checksum_of(folder: Path, place: FilePlace, slices: Slices, report: Report) -> int:
     """The checksum of the part at `slices` of a tensor, as it is in the file."""
     checksum = 0
     for window, inside, _ in _windows(folder, place, slices, "r"):
@@ -265,7 +265,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return own if own.dim() else own.reshape(1)
 
 
-def _windows(folder: Path, place: Place, slices: Slices, mode: Any) -> Iterator[tuple[Any, Slices, Slices]]:
+def _windows(folder: Path, place: FilePlace, slices: Slices, mode: Any) -> Iterator[tuple[Any, Slices, Slices]]:
     """Windows of a file that hold the part at `slices` of a tensor one after another, as arrays; where the part's
     elements are in each, and which of the part they are."""
     item = place.dtype.itemsize

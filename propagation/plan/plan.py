@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 from ...strategy.errors import StrategyError
 from ...strategy.files import save
 from ...strategy.kits import Door
-from .alternatives import Alternatives, Origin, Span
+from .alternatives import Alternatives, Origin, ScheduleSpan
 from .curve import MemoryCurve
 from .data import Memory, MemoryPoint, PlanData
 from .explain import explain
@@ -41,7 +41,9 @@ class Plan(PlanData):
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
-    def of(self, find: Callable[[], Alternatives], schedule: Callable[[], Sequence[Span]] | None = None) -> Self:
+    def of(
+        self, find: Callable[[], Alternatives], schedule: Callable[[], Sequence[ScheduleSpan]] | None = None
+    ) -> Self:
         """This plan, which now knows how to find its alternatives, and the schedule of its program."""
         self._origin = Origin(find, schedule)
         return self
@@ -124,7 +126,7 @@ class Plan(PlanData):
         path: str | PathLike[str],
         *,
         alternatives: int = 8,
-        timelines: Mapping[str, Sequence[Span]] | None = None,
+        timelines: Mapping[str, Sequence[ScheduleSpan]] | None = None,
         title: str = "",
     ) -> None:
         """Write the plan as a page: one file that a browser opens from disk, and that fetches nothing.

@@ -16,7 +16,7 @@ from ..cost.operators import rates_of
 from ..graph.nodes import Value, bytes_of, is_view, operands, source_of, tensor_of, values_of
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
-from ..islands.writing import Converted, Written, written
+from ..islands.writing import IslandConversion, WrittenIsland, written
 from ..ops.by_hand import COLLECTIVES
 from ..ops.islands import island_of
 from ..ops.kinds import payload_of_whole
@@ -51,7 +51,7 @@ def option_of_island(
     )  # fmt: skip
 
 
-def operand_layouts(its: Island, text: Written) -> list[Layout]:
+def operand_layouts(its: Island, text: WrittenIsland) -> list[Layout]:
     """The layouts of what goes in: where every rank makes its own use of a whole tensor, it is a Broadcast."""
     values = [text.variance.values[Value(port.node)] for port in its.graph.inputs]
     return [
@@ -66,7 +66,7 @@ def operand_layouts(its: Island, text: Written) -> list[Layout]:
     ]
 
 
-def _cost(c: Converted, gradient: bool, settings: Settings) -> float:
+def _cost(c: IslandConversion, gradient: bool, settings: Settings) -> float:
     """What a collective of an island costs, forward and backward."""
     mesh, weights, cost = settings.mesh, settings.weights, 0.0
     for phase in ("forward", "backward"):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from partway.show.pictures.parts import Parts
+from partway.show.pictures.parts import LayoutParts
 from partway.show.sharding import ShardingPicture, visualize_sharding
 from partway.strategy import Layout, Mesh
 from partway.strategy.cut import Span
@@ -60,7 +60,7 @@ def files() -> dict[Path, str]:
     return {GOLDEN / "layouts.txt": texts} | svgs
 
 
-def boxes(parts: Parts) -> Iterator[tuple[int, list[Span]]]:
+def boxes(parts: LayoutParts) -> Iterator[tuple[int, list[Span]]]:
     """Each device with the elements that the boxes which name it stand for, of every dim."""
     row, column = parts.axes
     for panel in parts.panels():

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from partway.ps.service.cluster import COORDINATOR, Gone, Link
-from partway.ps.service.coordinator import Again, Answer, Place, Removed
+from partway.ps.service.coordinator import Again, Answer, Removed, WorkerPlace
 from partway.ps.service.job import Job
-from partway.ps.service.pieces import Piece
-from partway.ps.service.server import Changes, Gradients, Moved
+from partway.ps.service.pieces import RowRange
+from partway.ps.service.server import Changes, Moved, PushedGradients
 from partway.ps.service.shelf import Full
-from partway.ps.service.update import Maker
+from partway.ps.service.update import OptimizerMaker
 from partway.ps.service.wire import array_of, copy_into, tensor_of
 from partway.strategy.errors import RuntimeStateError
 
@@ -58,13 +58,13 @@ class Client:
     """
 
     def __init__(
-        self, link: Link, job: Job, maker: Maker, card: str, number: int | None, tensors: Sequence[Tensor],
+        self, link: Link, job: Job, maker: OptimizerMaker, card: str, number: int | None, tensors: Sequence[Tensor],
         dtype: str | None, patience: float,
     ) -> None:  # fmt: skip
         self._link, self.job, self._maker, self._card, self._wanted = link, job, maker, card, number
         self._tensors, self._dtype, self._patience = tensors, dtype, patience
         self._pieces = {piece.key: piece for piece in job.pieces}
-        self._by_parameter: dict[int, list[Piece]] = {}
+        self._by_parameter: dict[int, list[RowRange]] = {}
         for piece in self._pieces.values():
             self._by_parameter.setdefault(piece.parameter, []).append(piece)
         self._starts = {i: np.array([p.start for p in pieces]) for i, pieces in self._by_parameter.items()}
@@ -83,14 +83,14 @@ class Client:
 
     # -- Coming
 
-    def start(self, first: Callable[[Piece], Moved]) -> set[int]:
+    def start(self, first: Callable[[RowRange], Moved]) -> set[int]:
         """Come to the job, and wait until it begins; give the servers their parameters, where nobody has. Returns the
         parameters that stay on workers and were given others than they had."""
         threading.Thread(target=self._say_that_it_lives, name="partway ps", daemon=True).start()
         anew: set[int] = self._until_done(lambda: self._come(first))
         return anew
 
-    def _come(self, first: Callable[[Piece], Moved] | None) -> set[int]:
+    def _come(self, first: Callable[[RowRange], Moved] | None) -> set[int]:
         place = self._enter()
         while place.upload:
             if first is None:
@@ -100,7 +100,7 @@ class Client:
         self.version, self.members, self.aux = place.version, place.members, place.aux
         return self._all_anew()
 
-    def _enter(self, mark: int | None = None) -> Place:
+    def _enter(self, mark: int | None = None) -> WorkerPlace:
         """Come, or come again; `mark`: with a step that was computed from that."""
         number = self.worker if self.worker >= 0 else self._wanted
         self.worker, self._incarnation = self._link.ask(
@@ -109,12 +109,12 @@ class Client:
         self.counts["joined"] += 1
         return self._admitted(mark if self.job.mode == "async" else None)
 
-    def _admitted(self, mark: int | None = None) -> Place:
-        place: Place = self._link.ask(COORDINATOR, "admitted", self.worker, self._incarnation, mark)
+    def _admitted(self, mark: int | None = None) -> WorkerPlace:
+        place: WorkerPlace = self._link.ask(COORDINATOR, "admitted", self.worker, self._incarnation, mark)
         self._lay(place)
         return place
 
-    def _upload(self, place: Place, first: Callable[[Piece], Moved]) -> None:
+    def _upload(self, place: WorkerPlace, first: Callable[[RowRange], Moved]) -> None:
         for server in self._servers:
             batch: list[Moved] = []
             size = 0
@@ -128,7 +128,7 @@ class Client:
                 self._link.ask(server, "give", batch)
         self._link.ask(COORDINATOR, "uploaded", self.worker, self._incarnation)
 
-    def _lay(self, answer: Place | Answer) -> None:
+    def _lay(self, answer: WorkerPlace | Answer) -> None:
         """Take in which server has what."""
         if answer.epoch != self._epoch:
             self._assignment, self._epoch = answer.assignment, answer.epoch
@@ -239,9 +239,9 @@ class Client:
         self.version = number
         return taken
 
-    def _sent(self, gradients: Sequence[Pushed]) -> dict[str, Gradients]:
+    def _sent(self, gradients: Sequence[Pushed]) -> dict[str, PushedGradients]:
         """What each server gets."""
-        sent = {server: Gradients({}, {}, self._dtype) for server in self._servers}
+        sent = {server: PushedGradients({}, {}, self._dtype) for server in self._servers}
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -286,7 +286,7 @@ class Client:
         self._read = min(self._known.values(), default=0)
         return taken
 
-    def _part(self, piece: Piece) -> Tensor:
+    def _part(self, piece: RowRange) -> Tensor:
         whole = self._tensors[piece.parameter].detach()
         return whole[piece.start : piece.stop] if whole.dim() else whole
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from partway.ps.service import keeper
-from partway.ps.service.coordinator import Coordinator, Plan
+from partway.ps.service.coordinator import ClusterSize, Coordinator
 from partway.ps.service.job import Job
 from partway.ps.service.server import Server
 from partway.ps.service.shelf import Full
-from partway.ps.service.update import Maker
+from partway.ps.service.update import OptimizerMaker
 from partway.runtime.launching.launchers import is_local
 from partway.strategy.errors import RuntimeStateError
 
@@ -287,7 +287,7 @@ def leave() -> None:
             sys.modules["ray"].shutdown()
 
 
-def start_coordinator(plan: Plan, site: Site) -> None:
+def start_coordinator(plan: ClusterSize, site: Site) -> None:
     """Start the coordinator, if it is not there."""
     module = ray()
     folder = site.folder / COORDINATOR if site.folder is not None else None
@@ -300,7 +300,7 @@ def start_coordinator(plan: Plan, site: Site) -> None:
 class _CoordinatorActor(Coordinator):
     """The coordinator as an actor."""
 
-    def __init__(self, plan: Plan, servers: Path | None, folder: Path | None) -> None:
+    def __init__(self, plan: ClusterSize, servers: Path | None, folder: Path | None) -> None:
         super().__init__(plan, RayServers(servers), folder)
 
     async def pid(self) -> int:
@@ -323,7 +323,7 @@ class RayServers:
         self._folder = folder
         self._handles: dict[str, Any] = {}
 
-    def start(self, name: str, node: str | None, job: Job, maker: Maker) -> None:
+    def start(self, name: str, node: str | None, job: Job, maker: OptimizerMaker) -> None:
         """See coordinator.Servers."""
         module = ray()
         strategy: Any = "DEFAULT"

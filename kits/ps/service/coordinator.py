@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from partway.ps.service.gate import Gate
 from partway.ps.service.job import Job
 from partway.ps.service.pieces import assign
-from partway.ps.service.server import Decision
+from partway.ps.service.server import StepDecision
 from partway.ps.service.shelf import open_shelf, viewing
-from partway.ps.service.update import Maker
+from partway.ps.service.update import OptimizerMaker
 from partway.strategy.errors import RuntimeStateError
 
 logger = logging.getLogger("partway.ps")
@@ -43,7 +43,7 @@ class Again(RuntimeStateError):
 class Servers(Protocol):
     """How servers are started and asked."""
 
-    def start(self, name: str, node: str | None, job: Job, maker: Maker) -> None:
+    def start(self, name: str, node: str | None, job: Job, maker: OptimizerMaker) -> None:
         """Start a server, if it is not there; on a node, where one is named."""
 
     def stop(self, name: str) -> None:
@@ -60,7 +60,7 @@ class Servers(Protocol):
 
 
 @dataclass
-class Plan:
+class ClusterSize:
     """How many there are to be, and how long to wait for them.
 
     workers, servers   that have to be there before the first step
@@ -75,7 +75,7 @@ class Plan:
 
 
 @dataclass
-class Place:
+class WorkerPlace:
     """What a worker is told when it may begin.
 
     version      the last step that was decided; in async mode the last step of this worker that all servers have
@@ -97,7 +97,7 @@ class Place:
 class Answer:
     """What a worker is told when it comes with a step."""
 
-    decision: Decision | None
+    decision: StepDecision | None
     assignment: dict[str, str]
     epoch: int
 
@@ -118,12 +118,12 @@ class _Worker:
 class Coordinator:
     """The one place that decides. `folder`: where it keeps what it decided; None: in memory."""
 
-    def __init__(self, plan: Plan, servers: Servers, folder: Path | None) -> None:
+    def __init__(self, plan: ClusterSize, servers: Servers, folder: Path | None) -> None:
         self._plan, self._servers = plan, servers
         self._shelf = open_shelf(folder, "process" if folder is not None else "memory")
         self._changed = asyncio.Condition()
         self._job: Job | None = None
-        self._maker: Maker | None = None
+        self._maker: OptimizerMaker | None = None
         self._workers: dict[int, _Worker] = {}
         self._uploader: int | None = None
         self._wrong: str | None = None
@@ -143,7 +143,7 @@ class Coordinator:
             aux = {int(key[4:]): bytes(value) for key, value in view.items(b"aux/")}
         decision = kept.get("decision")
         self._version: int = kept.get("version", 0)
-        self._decision = Decision(**decision) if decision else None
+        self._decision = StepDecision(**decision) if decision else None
         self._members: list[int] = kept.get("members", [])
         self._waiting: list[int] = []
         self._assignment: dict[str, str] = kept.get("assignment", {})
@@ -177,7 +177,7 @@ class Coordinator:
 
     # -- Coming
 
-    async def join(self, card: str, job: Job, maker: Maker, number: int | None) -> tuple[int, int]:
+    async def join(self, card: str, job: Job, maker: OptimizerMaker, number: int | None) -> tuple[int, int]:
         """A worker comes. Returns its number, and how often one of that number has come. Raises RuntimeStateError if it
         trains something else."""
         self._look_on()
@@ -214,7 +214,7 @@ class Coordinator:
         await self._notify()
         return number, mine.incarnation
 
-    async def admitted(self, worker: int, incarnation: int, mark: int | None = None) -> Place:
+    async def admitted(self, worker: int, incarnation: int, mark: int | None = None) -> WorkerPlace:
         """Wait until a worker may take part, and all servers have what it will read. Raises RuntimeStateError where too
         few come.
 
@@ -228,7 +228,7 @@ class Coordinator:
                 if not self._ready and self._enough_servers() and self._uploader is None:
                     self._uploader = worker
                     self._lay_out()
-                    return Place(0, [], self._assignment, self._epoch, upload=True)
+                    return WorkerPlace(0, [], self._assignment, self._epoch, upload=True)
                 if not self._ready or not self._members:
                     self._check_patience(end)
                 await self._wait()
@@ -249,7 +249,7 @@ class Coordinator:
             for name in sorted(set(self._assignment.values())):
                 await self._servers.ask(name, "apply", self._decision, self._version)
         mine.waits = ""
-        return Place(version, list(self._members), self._assignment, self._epoch, mine.aux or None)
+        return WorkerPlace(version, list(self._members), self._assignment, self._epoch, mine.aux or None)
 
     async def uploaded(self, worker: int, incarnation: int) -> None:
         """The servers have their parameters."""
@@ -346,7 +346,7 @@ class Coordinator:
         leaving = {w for w in members if self._workers[w].leaves}
         following = sorted({*members, *self._waiting} - leaving)
         before = self._decision, self._version, self._members, self._waiting
-        self._decision, self._version = Decision(version, members, options, following), version
+        self._decision, self._version = StepDecision(version, members, options, following), version
         self._members, self._waiting = following, []
         try:
             self._keep(members)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-from partway.ps.service.pieces import Parameter, Piece, divide
+from partway.ps.service.pieces import Parameter, RowRange, divide
 
 MODES = ("sync", "async")
 
@@ -35,11 +35,11 @@ class Job:
     durability: str = "process"
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[RowRange, ...]:
         """Into which its parameters are divided."""
         return divide(self.parameters, self.by_element)
 
-    def size(self, piece: Piece) -> int:
+    def size(self, piece: RowRange) -> int:
         """Bytes of a piece's values."""
         return (piece.stop - piece.start) * self.parameters[piece.parameter].row_bytes
 

@@ -47,7 +47,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Rows `start` to `stop` of a parameter."""
 
     parameter: int
@@ -60,7 +60,7 @@ class Piece:
         return f"{self.parameter}:{self.start}"
 
 
-def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[Piece, ...]:
+def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[RowRange, ...]:
     """All pieces of a job. `by_element`: the optimizer's step of a row does not depend on others; where it does,
     parameters stay whole."""
     total = sum(parameter.rows * parameter.row_bytes for parameter in parameters)
@@ -73,7 +73,7 @@ def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[Piece, ..
             count = min(count, _OF_A_TABLE)
         height = max(1, math.ceil(rows / count))
         starts = range(0, max(rows, 1), height)
-        pieces += [Piece(parameter.index, start, min(start + height, rows)) for start in starts]
+        pieces += [RowRange(parameter.index, start, min(start + height, rows)) for start in starts]
     return tuple(pieces)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from partway.ps.service import cluster, settings
 from partway.ps.service.cluster import COORDINATOR, Gone, Link, Node, Site
-from partway.ps.service.coordinator import Plan
+from partway.ps.service.coordinator import ClusterSize
 from partway.runtime.launching import door, security
 from partway.runtime.launching.certificates import Identity, pem_of
 from partway.runtime.launching.interfaces import addresses as addresses_here
@@ -49,7 +49,7 @@ class Session:
     """This process as one of a cluster's. `number`: of the worker, where it asks for one."""
 
     site: Site
-    plan: Plan
+    plan: ClusterSize
     link: Link
     number: int | None
     patience: float
@@ -80,7 +80,7 @@ def join() -> None:
     role, site, plan = found
     protect(site)
     if role == "MS_SCHED":
-        _Scheduler(site, plan).run()
+        _SchedulerRole(site, plan).run()
         raise SystemExit(0)
     if role == "MS_PSERVER":
         serve(site, plan)
@@ -88,7 +88,7 @@ def join() -> None:
     _work(site, plan)
 
 
-def _variables() -> tuple[str, Site, Plan] | None:
+def _variables() -> tuple[str, Site, ClusterSize] | None:
     env = os.environ
     there = [name for name in VARIABLES if name in env]
     if "MS_ROLE" not in env:
@@ -120,14 +120,14 @@ def _variables() -> tuple[str, Site, Plan] | None:
     return role, site, _plan(number("MS_WORKER_NUM", 1))
 
 
-def _plan(workers: int) -> Plan:
+def _plan(workers: int) -> ClusterSize:
     if os.environ.get("MS_SERVER_NUM") == "0":
         raise RuntimeStateError(
             "MS_SERVER_NUM is 0, and set_ps_context(enable_ps=True) asks for servers: start 1 or more, or leave out "
             "enable_ps to train without"
         )
     servers = number("MS_SERVER_NUM", 1) if "MS_SERVER_NUM" in os.environ else 1
-    return Plan(workers, servers, seconds_of("MS_TOPO_TIMEOUT", 1800), seconds_of("MS_NODE_TIMEOUT", 30))
+    return ClusterSize(workers, servers, seconds_of("MS_TOPO_TIMEOUT", 1800), seconds_of("MS_NODE_TIMEOUT", 30))
 
 
 def protect(site: Site) -> None:
@@ -192,10 +192,10 @@ def _receive_patience() -> float:
 # -- The scheduler
 
 
-class _Scheduler:
+class _SchedulerRole:
     """Ray's head and the coordinator, for as long as the job runs."""
 
-    def __init__(self, site: Site, plan: Plan) -> None:
+    def __init__(self, site: Site, plan: ClusterSize) -> None:
         self._own = site.folder is None
         folder = site.folder or Path(tempfile.mkdtemp(prefix="partway-ps-"))
         self._site, self._plan = Site(site.host, site.port, folder), plan
@@ -249,7 +249,7 @@ class _Scheduler:
 # -- A server
 
 
-def serve(site: Site, plan: Plan) -> None:
+def serve(site: Site, plan: ClusterSize) -> None:
     """Give the job one server more, until it ends or this process is asked to."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
@@ -317,7 +317,7 @@ def _is_of_head(site: Site) -> bool:
 # -- A worker
 
 
-def _work(site: Site, plan: Plan) -> None:
+def _work(site: Site, plan: ClusterSize) -> None:
     if not _is_of_head(site):
         _wait_for(site, plan.patience)
         node = Node(site, head=False, logs=Path(tempfile.mkdtemp(prefix="partway-ps-")))
@@ -337,7 +337,7 @@ def _wait_for(site: Site, patience: float) -> None:
         )
 
 
-def _alone(wanted: settings.Settings) -> None:
+def _alone(wanted: settings.ServerSettings) -> None:
     """A cluster that this process starts and ends."""
     plan = _plan(1)
     folder = wanted.shard_folder
@@ -386,5 +386,5 @@ def _say(text: str) -> None:
 
 def scheduler() -> None:
     """The scheduler of `partway ps`: a process without a script."""
-    settings.want(settings.Settings())
+    settings.want(settings.ServerSettings())
     join()

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from partway.ps.service.job import Job
-from partway.ps.service.pieces import Parameter, Piece
-from partway.ps.service.shelf import Record, View, open_shelf, viewing
-from partway.ps.service.update import Maker, Shard, Table, is_of_rows
+from partway.ps.service.pieces import Parameter, RowRange
+from partway.ps.service.shelf import Record, Snapshot, open_shelf, viewing
+from partway.ps.service.update import OptimizerMaker, ServerShard, Table, is_of_rows
 from partway.ps.service.wire import array_of, bytes_of, name_of, tensor_from, tensor_of
 from partway.strategy.errors import RuntimeStateError
 
@@ -34,7 +34,7 @@ _LEAST_JOURNAL = 2**20  # bytes of rows that are kept beside a piece of a table 
 
 
 @dataclass
-class Decision:
+class StepDecision:
     """What a step of sync mode is: whose gradients are averaged, with which options; whose the next step is."""
 
     version: int
@@ -44,7 +44,7 @@ class Decision:
 
 
 @dataclass
-class Gradients:
+class PushedGradients:
     """What a worker pushes to one server.
 
     dense    arrays by the keys of pieces
@@ -82,7 +82,7 @@ class Moved:
     version  that of the server which had it
     """
 
-    piece: Piece
+    piece: RowRange
     value: Any
     state: dict[str, Any]
     seen: dict[int, int] | None = None
@@ -93,7 +93,7 @@ class Moved:
 class Server:
     """The pieces of one server, in `folder`. Raises RuntimeStateError where that has those of another job."""
 
-    def __init__(self, name: str, job: Job, maker: Maker, folder: Path | None) -> None:
+    def __init__(self, name: str, job: Job, maker: OptimizerMaker, folder: Path | None) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writ")
         torch.set_num_threads(1)
         self.name, self._job, self._fingerprint = name, job, job.fingerprint
@@ -101,7 +101,7 @@ class Server:
         self._parameters = {parameter.index: parameter for parameter in job.parameters}
         self._shelf = open_shelf(folder, job.durability)
         self._folder = folder
-        self._snapshots: dict[str, View] = {}
+        self._snapshots: dict[str, Snapshot] = {}
         self._counts = {"prepared": 0, "applied": 0, "repeated": 0}
         self._version = 0
         self._seen: dict[int, int] = {}  # the last step of each worker (async mode)
@@ -169,7 +169,7 @@ class Server:
 
     # -- Sync mode
 
-    def prepare(self, worker: int, incarnation: int, version: int, gradients: Gradients) -> int:
+    def prepare(self, worker: int, incarnation: int, version: int, gradients: PushedGradients) -> int:
         """Keep a worker's gradients for step `version`. Returns this server's version: the step is over, or the worker
         began again since, where they were not taken."""
         if version <= self._version or incarnation < self._incarnations.get(worker, 0):
@@ -190,7 +190,7 @@ class Server:
         self._shelf.commit([*records, self._meta()], gradients.size, [prefix])
         return self._version
 
-    def apply(self, decision: Decision, known: int) -> Changes:
+    def apply(self, decision: StepDecision, known: int) -> Changes:
         """Take step `decision.version`, if it is not taken yet. Returns what changed since version `known`."""
         if decision.version == self._version + 1:
             self._apply(decision)
@@ -203,7 +203,7 @@ class Server:
             self._counts["repeated"] += 1
         return self.changed(known)
 
-    def _apply(self, decision: Decision) -> None:
+    def _apply(self, decision: StepDecision) -> None:
         self._shelf.reserve(self._bytes_of_a_step())
         version = decision.version
         with viewing(self._shelf) as view:
@@ -221,7 +221,7 @@ class Server:
         self._step(dense, rows, decision.options, version, [b"g/"])
         self._counts["applied"] += len(decision.members)
 
-    def _pushed(self, view: View, version: int, worker: int) -> Gradients:
+    def _pushed(self, view: Snapshot, version: int, worker: int) -> PushedGradients:
         prefix = _gradients_key(version, worker)
         text = view.get(prefix + b"h")
         if text is None:
@@ -235,12 +235,12 @@ class Server:
             ids = np.frombuffer(view.get(prefix + b"i%06d" % i), np.int64)
             width = self._shard.parameter(key).shape[1:]
             rows[key] = ids, np.frombuffer(view.get(prefix + b"r%06d" % i), kind).reshape(len(ids), *width)
-        return Gradients(dense, rows, head["dtype"])
+        return PushedGradients(dense, rows, head["dtype"])
 
     # -- Async mode
 
     def push(
-        self, worker: int, number: int, read: int, gradients: Gradients, options: list[dict[str, Any]], known: int
+        self, worker: int, number: int, read: int, gradients: PushedGradients, options: list[dict[str, Any]], known: int
     ) -> Changes:
         """Take the step `number` of a worker, computed from this server's version `read`. Returns what changed since
         version `known`."""
@@ -419,11 +419,11 @@ class Server:
             return self._records(key, whole=True), [journal]
         return [*self._records(key), (journal + self._version.to_bytes(8, "big"), memoryview(rows.reshape(-1)))], []
 
-    def _kept(self, view: View, key: str) -> Moved:
+    def _kept(self, view: Snapshot, key: str) -> Moved:
         """A piece as the records have it."""
         prefix = b"p/%s/" % key.encode()
         head = json.loads(bytes(view.get(prefix + b"h")))
-        piece = Piece(**head["piece"])
+        piece = RowRange(**head["piece"])
         parameter = self._parameters[piece.parameter]
         shape = (piece.stop - piece.start, *parameter.shape[1:]) if parameter.shape else ()
         if parameter.by_rows:
@@ -435,7 +435,7 @@ class Server:
         }
         return Moved(piece, array_of(value), state | _numbers_in(head["numbers"]))
 
-    def _kept_table(self, view: View, piece: Piece, parameter: Parameter, head: dict[str, Any]) -> Moved:
+    def _kept_table(self, view: Snapshot, piece: RowRange, parameter: Parameter, head: dict[str, Any]) -> Moved:
         prefix, count = b"p/%s/r" % piece.key.encode(), piece.stop - piece.start
         shape = (count, *parameter.shape[1:])
         kinds = ["int64", *[parameter.dtype] * (1 + len(head["keys"]))]
@@ -491,7 +491,7 @@ class Server:
 
     def _load(self) -> None:
         """All as the records have it."""
-        self._shard = Shard(self._maker, self._parameters)
+        self._shard = ServerShard(self._maker, self._parameters)
         self._changed, self._means, self._own_seen = {}, {}, {}
         self._version, self._seen, self._incarnations = 0, {}, {}
         with viewing(self._shelf) as view:

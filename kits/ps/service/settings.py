@@ -10,7 +10,7 @@ from partway.strategy.errors import RuntimeStateError
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """The options of the parameter server.
 
     mode            "sync" or "async"
@@ -27,20 +27,20 @@ class Settings:
     gradient_dtype: str | None = None
 
 
-_now: list[Settings | None] = [None]
+_now: list[ServerSettings | None] = [None]
 
 
-def want(settings: Settings | None) -> None:
+def want(settings: ServerSettings | None) -> None:
     """Use the parameter server from `init` on; None: do not."""
     _now[0] = settings
 
 
-def wanted() -> Settings | None:
+def wanted() -> ServerSettings | None:
     """What is asked for; None where no parameter server is."""
     return _now[0]
 
 
-def required() -> Settings:
+def required() -> ServerSettings:
     """What is asked for. Raises RuntimeStateError where no parameter server is."""
     if (settings := _now[0]) is None:
         raise RuntimeStateError(

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from partway.ps.service.pieces import Parameter, Piece
+from partway.ps.service.pieces import Parameter, RowRange
 from partway.runtime.optimizers import by_element
 
 Options = Mapping[str, Any]  # of a group of parameters: lr and so on
 
 
 @dataclass(frozen=True)
-class Maker:
+class OptimizerMaker:
     """How to make an optimizer like the worker's, of other parameters, without what its constructor does.
 
     kind          its class
@@ -39,7 +39,7 @@ class Maker:
     attributes: Mapping[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Maker:
+    def of(cls, optimizer: Optimizer) -> OptimizerMaker:
         """That of a worker's optimizer."""
         has = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
         return cls(type(optimizer), {name: has[name] for name in has.keys() - {"param_groups", "state"}})
@@ -69,7 +69,7 @@ class Maker:
         return self.kind is SparseAdam
 
 
-def is_by_element(maker: Maker, options: Options) -> bool:
+def is_by_element(maker: OptimizerMaker, options: Options) -> bool:
     """Whether an optimizer steps each element by itself, so that rows may be divided: it is tried."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, dtype=torch.float64, generator=generator)
@@ -89,7 +89,7 @@ def is_by_element(maker: Maker, options: Options) -> bool:
         return False
 
 
-def _gradient(maker: Maker, dense: Tensor) -> Tensor:
+def _gradient(maker: OptimizerMaker, dense: Tensor) -> Tensor:
     if not maker.takes_sparse:
         return dense
     return torch.sparse_coo_tensor(torch.arange(len(dense))[None], dense, dense.shape, check_invariants=False)
@@ -123,7 +123,7 @@ class Table:
             self._starts = sorted(self.runs)
         return self.runs[self._starts[bisect_right(self._starts, time) - 1]]
 
-    def step(self, maker: Maker, options: Options, ids: Tensor, gradient: Tensor) -> None:
+    def step(self, maker: OptimizerMaker, options: Options, ids: Tensor, gradient: Tensor) -> None:
         """The next step: `gradient` of the rows `ids`, none of the others."""
         self.catch_up(maker, ids)
         self.begin_step(options)
@@ -138,7 +138,7 @@ class Table:
             self.runs[self.time] = options
             self._starts.append(self.time)
 
-    def catch_up(self, maker: Maker, ids: Tensor) -> None:
+    def catch_up(self, maker: OptimizerMaker, ids: Tensor) -> None:
         """Have the rows `ids` take the steps that they missed."""
         if not len(ids) or not self.runs:
             return
@@ -157,7 +157,7 @@ class Table:
                 self._advance(maker, ids[last <= start], owing, None)
         self.last[ids] = self.time
 
-    def _advance(self, maker: Maker, ids: Tensor, times: Sequence[int], gradient: Tensor | None) -> None:
+    def _advance(self, maker: OptimizerMaker, ids: Tensor, times: Sequence[int], gradient: Tensor | None) -> None:
         """Have some rows take some steps, with a gradient or none."""
         own = nn.Parameter(self.value[ids])
         _, keys = self._before(maker, times[0])
@@ -179,7 +179,7 @@ class Table:
                 self.state[key] = torch.zeros_like(self.value)
             self.state[key][ids] = kept
 
-    def _before(self, maker: Maker, time: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _before(self, maker: OptimizerMaker, time: int) -> tuple[dict[str, Any], tuple[str, ...]]:
         """What is one number for all rows, before a step, and the names of what is kept of each row. Neither depends on
         gradients, so that a table of one row and one column shows it."""
         if not self._known:
@@ -207,7 +207,7 @@ class Table:
             return {"step": numbers["step"] + more}, keys
         return _copied(numbers), keys
 
-    def whole_state(self, maker: Maker) -> dict[str, Any]:
+    def whole_state(self, maker: OptimizerMaker) -> dict[str, Any]:
         """What an optimizer of the whole table would keep, now: all rows have taken all steps."""
         numbers, keys = self._before(maker, self.time + 1)
         return {key: self.state.get(key, torch.zeros_like(self.value)) for key in keys} | numbers
@@ -227,23 +227,23 @@ def is_of_rows(key: str, kept: Any, parameter: Tensor) -> bool:
     return isinstance(kept, Tensor) and by_element(key, kept.shape, parameter)
 
 
-class Shard:
+class ServerShard:
     """The pieces of one server, and their optimizer.
 
     values    dense pieces, by key
     tables    pieces by rows
     """
 
-    def __init__(self, maker: Maker, parameters: Mapping[int, Parameter]) -> None:
+    def __init__(self, maker: OptimizerMaker, parameters: Mapping[int, Parameter]) -> None:
         self._maker, self._parameters = maker, parameters
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, RowRange] = {}
         self.values: dict[str, nn.Parameter] = {}
         self.tables: dict[str, Table] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._optimizer: Optimizer | None = None
 
     @property
-    def maker(self) -> Maker:
+    def maker(self) -> OptimizerMaker:
         """How its optimizers are made."""
         return self._maker
 
@@ -251,14 +251,14 @@ class Shard:
         """That of which a piece is."""
         return self._parameters[self.pieces[key].parameter]
 
-    def put(self, piece: Piece, value: Tensor, state: Mapping[str, Any]) -> None:
+    def put(self, piece: RowRange, value: Tensor, state: Mapping[str, Any]) -> None:
         """Take a dense piece."""
         self._rest()
         self.pieces[piece.key] = piece
         self.values[piece.key] = nn.Parameter(value)
         self._states[piece.key] = dict(state)
 
-    def put_table(self, piece: Piece, table: Table) -> None:
+    def put_table(self, piece: RowRange, table: Table) -> None:
         """Take a piece of a table."""
         self.pieces[piece.key] = piece
         self.tables[piece.key] = table

@@ -59,10 +59,10 @@ def outline(plan: PlanData) -> Group:
                 at.children.append(at.inside[part])
             at = at.inside[part]
         at.children.append(number)
-    return Group("module", "", "", _Grouping(plan).inside(root))
+    return Group("module", "", "", _ModuleGrouping(plan).inside(root))
 
 
-class _Grouping:
+class _ModuleGrouping:
     """Groups of the modules of one plan; what makes two of them alike is found once for each operator."""
 
     def __init__(self, plan: PlanData) -> None:

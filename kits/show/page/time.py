@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from partway.propagation.plan.alternatives import Span
+from partway.propagation.plan.alternatives import ScheduleSpan
 from partway.show.lanes import STYLE, Lane, LaneSpan, lanes_figure
 from partway.show.page.document import Section
 from partway.strategy.errors import StrategyError, shown
@@ -15,7 +15,7 @@ from partway.strategy.units import human
 MOST = 600  # spans of a lane; of more those that are short are drawn together with their neighbours
 
 
-def timeline_sections(*timelines: Mapping[str, Sequence[Span]]) -> Iterator[Section]:
+def timeline_sections(*timelines: Mapping[str, Sequence[ScheduleSpan]]) -> Iterator[Section]:
     """The section of the timelines that have a span; none where none has. Raises StrategyError for what is none."""
     for each in timelines:
         _check(each)
@@ -38,7 +38,7 @@ def _check(timelines: Any) -> None:
             raise StrategyError(f"{shown(name)} is {shown(spans)}; write a dict from names to lists of Spans")
 
 
-def lanes_of(spans: Sequence[Span]) -> Iterator[Lane]:
+def lanes_of(spans: Sequence[ScheduleSpan]) -> Iterator[Lane]:
     """A lane for what computes, and one for the collectives of each axis, in the order in which they first run."""
     lanes: dict[str, list[LaneSpan]] = {"computing": []}
     for span in sorted(spans, key=lambda span: span.start):

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from partway.show.pictures.parts import Panel, Parts, listed
+from partway.show.pictures.parts import LayoutParts, Panel, listed
 from partway.strategy.cut import Span
 
 MOST = 16  # rows and columns that are drawn; of more the first and the last
@@ -23,7 +23,7 @@ _WIDE, _HIGH, _LEAST = 480.0, 220.0, 22.0  # a grid in the SVG, and its smallest
 _LINE, _LEFT, _TOP = 18.0, 76.0, 26.0
 
 
-def text_of(title: str, parts: Parts) -> str:
+def text_of(title: str, parts: LayoutParts) -> str:
     """The picture for a terminal."""
     out = io.StringIO()
     console = Console(file=out, width=10_000, color_system=None)
@@ -37,7 +37,7 @@ def text_of(title: str, parts: Parts) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _beside(parts: Parts) -> Iterator[str]:
+def _beside(parts: LayoutParts) -> Iterator[str]:
     yield from parts.meanings()
     if parts.idle:
         yield f"{_devices(parts.idle, listed(parts.idle))}: nothing"
@@ -55,7 +55,7 @@ def _span(span: Span) -> str:
     return f"{span[0]}:{span[1]}"
 
 
-def _table(parts: Parts, panel: Panel) -> Table:
+def _table(parts: LayoutParts, panel: Panel) -> Table:
     row, column = parts.axes
     table = Table(box=box.SQUARE, show_lines=True, padding=(0, 1))
     corner = [f"dim {row} ↓" if row is not None else "", f"dim {column} →" if column is not None else ""]
@@ -87,7 +87,7 @@ class _Place:
     label: str
 
 
-def svg_of(title: str, parts: Parts, most: int = MOST) -> str:
+def svg_of(title: str, parts: LayoutParts, most: int = MOST) -> str:
     """The picture for a notebook or a page: one `svg` element, which needs nothing around it. `most` rows and columns
     are drawn."""
     lines = [title, *_beside(parts)]
@@ -110,7 +110,7 @@ def svg_of(title: str, parts: Parts, most: int = MOST) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", *texts, *body, "</svg>"])
 
 
-def _height(parts: Parts, most: int) -> float:
+def _height(parts: LayoutParts, most: int) -> float:
     """Of a grid, in the proportion of its dims, within limits."""
     row, column = parts.axes
     if row is None or column is None:
@@ -119,7 +119,7 @@ def _height(parts: Parts, most: int) -> float:
     return min(max(fair, 60.0, _LEAST * len(_some(range(len(parts.spans(row))), most))), _HIGH)
 
 
-def _places(parts: Parts, dim: int | None, room: float, start: float, most: int) -> list[_Place]:
+def _places(parts: LayoutParts, dim: int | None, room: float, start: float, most: int) -> list[_Place]:
     spans = parts.spans(dim)
     numbers = _some(range(len(spans)), most)
     sizes = [spans[n][1] - spans[n][0] if n >= 0 else 0 for n in numbers]
@@ -132,7 +132,7 @@ def _places(parts: Parts, dim: int | None, room: float, start: float, most: int)
     return found
 
 
-def _panel(parts: Parts, panel: Panel, rows: Sequence[_Place], columns: Sequence[_Place]) -> Iterator[str]:
+def _panel(parts: LayoutParts, panel: Panel, rows: Sequence[_Place], columns: Sequence[_Place]) -> Iterator[str]:
     row, column = parts.axes
     head = [
         f"dim {row} down" if row is not None else "",
@@ -150,7 +150,7 @@ def _panel(parts: Parts, panel: Panel, rows: Sequence[_Place], columns: Sequence
             yield _box(parts, line, across, devices)
 
 
-def _box(parts: Parts, down: _Place, across: _Place, devices: Sequence[int]) -> str:
+def _box(parts: LayoutParts, down: _Place, across: _Place, devices: Sequence[int]) -> str:
     """One part, with the devices that hold it."""
     words = parts.words(devices) if devices else "…"
     fits = 6.6 * len(words) < across.size - 4

@@ -26,7 +26,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayoutParts:
     """A tensor of `shape` under `layout`.
 
     devices    the numbers of those of its mesh
@@ -153,14 +153,14 @@ class Parts:
                 yield f"{axis} ({size}): every device has the same"
 
 
-def parts_of(layout: Layout, shape: Sequence[int], devices: Sequence[int] = (), chunked: bool = False) -> Parts:
+def parts_of(layout: Layout, shape: Sequence[int], devices: Sequence[int] = (), chunked: bool = False) -> LayoutParts:
     """The parts of a tensor of `shape` under `layout`, on the `devices` of its mesh (those from 0 on). Raises
     StrategyError for a shape that it cannot cut."""
     sizes = tuple(shape)
     layout.local_shape(sizes)  # which checks both
     if 0 in sizes:
         raise StrategyError(f"a tensor of the shape {list(sizes)} has no elements, so there is nothing to draw")
-    return Parts(layout, sizes, tuple(devices) or tuple(range(layout.mesh.device_num)), chunked)
+    return LayoutParts(layout, sizes, tuple(devices) or tuple(range(layout.mesh.device_num)), chunked)
 
 
 def listed(devices: Sequence[int]) -> str:

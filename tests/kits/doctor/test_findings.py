@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from partway import versions
 from partway.cli import app
 from partway.doctor import findings as found
-from partway.doctor.findings import EXTRAS, VARIABLES, Finding, findings
+from partway.doctor.findings import EXTRAS, VARIABLES, DoctorFinding, findings
 
 OPTIONS = Path(__file__).parents[2] / "docs" / "options.md"
 
@@ -43,7 +43,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 
 
 def only(text: str, *, wrong: bool, processes: int = 1, profile: str | None = None) -> None:
-    assert findings(processes, profile) == [Finding(text, wrong)]
+    assert findings(processes, profile) == [DoctorFinding(text, wrong)]
 
 
 def test_a_version_of_pytorch_that_is_not_tested_is_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +172,14 @@ def test_a_full_disk_and_little_shared_memory_are_advice(monkeypatch: pytest.Mon
     monkeypatch.setattr(found, "SHARED", 256e6)
     monkeypatch.setattr(Path, "is_dir", lambda self: stat.S_ISDIR(os.stat(self).st_mode) if self.exists() else False)
     full, *shared = findings()
-    assert full == Finding(
+    assert full == DoctorFinding(
         f"the disk of {tmp_path}/cache has 5 MB left, and plans are kept there: make room, or set PARTWAY_CACHE_DIR "
         "to a folder on another",
         wrong=False,
     )
     if Path("/dev/shm").exists():
         assert shared == [
-            Finding(
+            DoctorFinding(
                 "/dev/shm has 64 MB, in which workers of a DataLoader and NCCL pass tensors: give the container "
                 "more, as docker run --shm-size=2g does",
                 wrong=False,

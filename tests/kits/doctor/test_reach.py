@@ -16,21 +16,21 @@ import pytest
 import torch.distributed as dist
 from scripts import free_port
 
-from partway.doctor.reach import Card, Health, Met, Report, check, join, problems
+from partway.doctor.reach import Health, Met, RankCard, ReachReport, check, join, problems
 from partway.runtime.launching.launchers import Launch
 from partway.strategy import RuntimeStateError
 
 CARDS = {
-    rank: Card(
+    rank: RankCard(
         rank=rank, host=host, place=host, process=100 + rank, address=f"10.0.0.{rank + 1}", interface="eth0",
         port=40000 + rank, towards=f"10.0.0.{rank + 1}", by="eth0", token="", versions="partway 1, torch 2",
     )
     for rank, host in enumerate("ab")
 }  # fmt: skip
-FINE = {0: Report({}), 1: Report({}, ahead=-0.25, exact=0.001)}
+FINE = {0: ReachReport({}), 1: ReachReport({}, ahead=-0.25, exact=0.001)}
 
 
-def texts(cards: Mapping[int, Card], reports: Mapping[int, Report]) -> list[str]:
+def texts(cards: Mapping[int, RankCard], reports: Mapping[int, ReachReport]) -> list[str]:
     return [f"{problem.rank}: {problem.text}" for problem in problems(cards, reports)]
 
 
@@ -49,31 +49,31 @@ def test_nothing_is_wrong_where_all_reach_each_other() -> None:
 
 
 def test_a_pair_that_does_not_connect_is_named() -> None:
-    assert texts(CARDS, {**FINE, 1: Report({0: "no answer in 5 s"})}) == [
+    assert texts(CARDS, {**FINE, 1: ReachReport({0: "no answer in 5 s"})}) == [
         "1: rank 1 (host b, 10.0.0.2) cannot reach rank 0 (host a, 10.0.0.1) at port 40000: no answer in 5 s; check "
         "GLOO_SOCKET_IFNAME on both hosts, and what stands between them (a firewall)"
     ]
     many = {rank: replace(CARDS[0], rank=rank) for rank in range(20)}
-    found = texts(many, {rank: Report({(rank + 1) % 20: "connection refused"}) for rank in many})
+    found = texts(many, {rank: ReachReport({(rank + 1) % 20: "connection refused"}) for rank in many})
     assert len(found) == 13
     assert found[-1] == "0: and 8 more pairs of ranks"
 
 
 def test_versions_and_clocks_that_differ_are_named() -> None:
     cards = {**CARDS, 1: replace(CARDS[1], versions="partway 2, torch 2")}
-    assert texts(cards, {**FINE, 1: Report({}, ahead=-7.5, exact=0.001)}) == [
+    assert texts(cards, {**FINE, 1: ReachReport({}, ahead=-7.5, exact=0.001)}) == [
         "1: rank 1 (host b, 10.0.0.2) runs partway 2, torch 2, and rank 0 partway 1, torch 2; install the same "
         "everywhere",
         "1: the clock of rank 1 (host b, 10.0.0.2) is 7.5 s ahead of that of rank 0; set both by a time server (NTP), "
         "so that what logs and files say of time compares",
     ]
-    assert "is 9.0 s behind that of rank 0" in texts(CARDS, {**FINE, 1: Report({}, ahead=9, exact=0.1)})[0]
-    assert texts(CARDS, {**FINE, 1: Report({}, ahead=9, exact=5)}) == []  # it may be 4 s
+    assert "is 9.0 s behind that of rank 0" in texts(CARDS, {**FINE, 1: ReachReport({}, ahead=9, exact=0.1)})[0]
+    assert texts(CARDS, {**FINE, 1: ReachReport({}, ahead=9, exact=5)}) == []  # it may be 4 s
 
 
 def test_a_name_that_stands_for_the_loopback_is_named_on_several_hosts_only() -> None:
     hidden = {rank: replace(card, address="127.0.1.1", interface="lo") for rank, card in CARDS.items()}
-    unreached = {0: Report({1: "connection refused"}), 1: Report({0: "connection refused"})}
+    unreached = {0: ReachReport({1: "connection refused"}), 1: ReachReport({0: "connection refused"})}
     assert texts(hidden, unreached) == [
         f"{rank}: rank {rank} (host {host}, 127.0.1.1) listens on the loopback, which other hosts do not reach: on "
         f"{host} the name '{host}' stands for 127.0.1.1 (/etc/hosts); give it the address 10.0.0.{rank + 1} there, or "
@@ -90,7 +90,7 @@ def test_a_name_that_stands_for_the_loopback_is_named_on_several_hosts_only() ->
 
 def test_what_a_rank_could_not_do_is_said() -> None:
     cards = {**CARDS, 1: replace(CARDS[1], address="", port=0, wrong="cannot listen")}
-    assert texts(cards, {0: Report({}, messages="a wrong sum")}) == [
+    assert texts(cards, {0: ReachReport({}, messages="a wrong sum")}) == [
         "1: rank 1 (host b): cannot listen",
         "0: rank 1 (host b) has ended, or is too slow to say what it found; look at what it printed",
         "0: rank 0 (host a, 10.0.0.1): a wrong sum",

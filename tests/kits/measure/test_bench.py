@@ -15,7 +15,16 @@ from typer.testing import CliRunner
 from partway.cli import app
 from partway.fusion import Fusion
 from partway.measure import bench
-from partway.measure.bench import Case, Comparison, Figures, bench_fusion, check_plot, gradients_of, policies, workload
+from partway.measure.bench import (
+    BenchResult,
+    Case,
+    ContenderFigures,
+    bench_fusion,
+    check_plot,
+    gradients_of,
+    policies,
+    workload,
+)
 from partway.measure.workloads import gpt2, mlp, tiny
 from partway.propagation.cost.profile import profile_of
 from partway.strategy import RuntimeStateError
@@ -28,13 +37,13 @@ def command(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def compared(rounds: int = 3) -> Comparison:
+def compared(rounds: int = 3) -> BenchResult:
     """Two contenders with made-up figures."""
     case = Case("mlp", 2, "cpu", rounds, False, policies(12), "profile.json", "overlap", False)
     seconds = tuple(0.01 * (i + 1) for i in range(rounds))
-    ours = Figures("overlap", 3, 3 << 20, seconds, seconds, 0.01, 0.002)
-    ddp = Figures("DDP", 2, 2 << 20, tuple(2 * s for s in seconds), seconds, None, None)
-    return Comparison(case, profile_of("cpu"), 12, (ours, ddp), {"torch": "0"})
+    ours = ContenderFigures("overlap", 3, 3 << 20, seconds, seconds, 0.01, 0.002)
+    ddp = ContenderFigures("DDP", 2, 2 << 20, tuple(2 * s for s in seconds), seconds, None, None)
+    return BenchResult(case, profile_of("cpu"), 12, (ours, ddp), {"torch": "0"})
 
 
 # -- What is compared --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from partway.fusion import Span
 from partway.fusion.timeline import COMMUNICATION, COMPUTE
-from partway.measure.bench import Case, Comparison, Figures, policies
+from partway.measure.bench import BenchResult, Case, ContenderFigures, policies
 from partway.measure.bench_page import page
 from partway.propagation.cost.profile import profile_of
 from partway.strategy import StrategyError
@@ -23,13 +23,13 @@ STEP = [
 ]
 
 
-def compared(rounds: int = 3, model: str = "mlp", **changes: object) -> Comparison:
+def compared(rounds: int = 3, model: str = "mlp", **changes: object) -> BenchResult:
     """Two contenders with made-up figures, DDP the faster one."""
     case = Case(model, 2, "cpu", rounds, False, policies(12), "profile.json", "overlap", True)
     seconds = tuple(0.01 * (i + 1) for i in range(rounds))
-    ours = Figures("overlap", 3, 3_000_000, tuple(2 * s for s in seconds), seconds, 0.01, 0.002)
-    ddp = Figures("DDP", 2, 2_000_000, seconds, seconds, None, None)
-    found = Comparison(case, profile_of("cpu"), 12, (ours, ddp), {"torch": "0", "cores": 2})
+    ours = ContenderFigures("overlap", 3, 3_000_000, tuple(2 * s for s in seconds), seconds, 0.01, 0.002)
+    ddp = ContenderFigures("DDP", 2, 2_000_000, seconds, seconds, None, None)
+    found = BenchResult(case, profile_of("cpu"), 12, (ours, ddp), {"torch": "0", "cores": 2})
     return replace(found, **changes)  # type: ignore[arg-type]
 
 

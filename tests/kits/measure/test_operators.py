@@ -17,7 +17,7 @@ from partway.measure.operators import (
     operator_samples,
     usual_seconds,
 )
-from partway.measure.probes import Functions, probes
+from partway.measure.probes import ProbeFunctions, probes
 from partway.measure.workloads import Workload
 from partway.propagation.cost.rates import MAPPED, Rates
 
@@ -101,7 +101,11 @@ def test_probes_have_larger_batches() -> None:
 @pytest.mark.gloo
 def test_the_calls_of_a_probe_are_timed_in_a_process_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Workload(
-        "one", lambda: Functions([torch.tanh, lambda x: x.softmax(-1)], 64), lambda n: (torch.rand(n, 64),), 8, (2,)
+        "one",
+        lambda: ProbeFunctions([torch.tanh, lambda x: x.softmax(-1)], 64),
+        lambda n: (torch.rand(n, 64),),
+        8,
+        (2,),
     )
     met = []
     samples = list(operator_samples("cpu", lambda: met.append(1), [probe]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from partway.operator import watch
-from partway.operator.watch import Watch, reason_of
+from partway.operator.watch import ObjectWatch, reason_of
 
 
 class Answer:
@@ -59,7 +59,7 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.changed: list[str] = []
         self.troubles: list[str] = []
-        self.watch = Watch("things", self._read, self._see, missing="define them")
+        self.watch = ObjectWatch("things", self._read, self._see, missing="define them")
 
     def _read(self, **options: Any) -> Answer:
         self.asked.append(options)

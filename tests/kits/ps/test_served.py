@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 import partway as pw
 from partway.ps.marks import forget
 from partway.ps.served import _job_of, _options
-from partway.ps.service.settings import Settings, want
+from partway.ps.service.settings import ServerSettings, want
 from partway.strategy import ContextError, RuntimeStateError
 
 
@@ -26,7 +26,7 @@ def _nothing_named() -> Iterator[None]:
 
 def job_of(optimizer: Optimizer, **asked: Any) -> Any:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return _job_of(optimizer, parameters, Settings(**asked))
+    return _job_of(optimizer, parameters, ServerSettings(**asked))
 
 
 def test_without_servers_the_optimizer_is_its_own_and_the_loop_counts() -> None:
@@ -49,7 +49,7 @@ def test_without_servers_there_is_no_status() -> None:
 
 
 def test_init_comes_first() -> None:
-    want(Settings())
+    want(ServerSettings())
     try:
         text = r"^the processes of the parameter server have not met yet; call init\(\) first$"
         with pytest.raises(RuntimeStateError, match=text):

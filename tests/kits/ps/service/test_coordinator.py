@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from partway.ps.service.coordinator import Again, Coordinator, Place, Plan, Removed
+from partway.ps.service.coordinator import Again, ClusterSize, Coordinator, Removed, WorkerPlace
 from partway.ps.service.job import Job
 from partway.ps.service.pieces import Parameter
-from partway.ps.service.server import Changes, Decision, Gradients, Moved, Server
-from partway.ps.service.update import Maker
+from partway.ps.service.server import Changes, Moved, PushedGradients, Server, StepDecision
+from partway.ps.service.update import OptimizerMaker
 from partway.ps.service.wire import array_of, copy_into
 from partway.strategy.errors import RuntimeStateError
 
@@ -39,7 +39,7 @@ def options_of(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 LIKE = optimizer_of([nn.Parameter(start.clone()) for start in START])
-MAKER, OPTIONS = Maker.of(LIKE), options_of(LIKE)
+MAKER, OPTIONS = OptimizerMaker.of(LIKE), options_of(LIKE)
 JOB = Job(PARAMETERS, "AdamW", tuple(OPTIONS), True, durability="memory")
 
 
@@ -58,7 +58,7 @@ class Servers:
         self.moved: list[tuple[str, str]] = []
         self.renewals = 0
 
-    def start(self, name: str, node: str | None, job: Job, maker: Maker) -> None:
+    def start(self, name: str, node: str | None, job: Job, maker: OptimizerMaker) -> None:
         if name not in self.there:
             self.there[name] = Server(name, job, maker, None)
 
@@ -93,7 +93,7 @@ class Worker:
         self.aux: bytes | None = None
         self.leaves = False
 
-    async def come(self, job: Job = JOB) -> Place:
+    async def come(self, job: Job = JOB) -> WorkerPlace:
         number = None if self.number < 0 else self.number
         self.number, self.incarnation = await self.run.coordinator.join(f"card {number}", job, MAKER, number)
         place = await self.run.coordinator.admitted(self.number, self.incarnation)
@@ -138,8 +138,8 @@ class Worker:
                 whole = self.tensors[pieces[key].parameter]
                 copy_into(whole[pieces[key].start : pieces[key].stop] if whole.dim() else whole, array)
 
-    def sent(self, gradients: list[Tensor]) -> dict[str, Gradients]:
-        sent = {server: Gradients({}, {}) for server in self.names}
+    def sent(self, gradients: list[Tensor]) -> dict[str, PushedGradients]:
+        sent = {server: PushedGradients({}, {}) for server in self.names}
         for piece in JOB.pieces:
             gradient = gradients[piece.parameter]
             part = gradient[piece.start : piece.stop] if gradient.dim() else gradient
@@ -151,7 +151,7 @@ class Worker:
         for server, each in self.sent(gradients_of(self.number, number)).items():
             await self.run.servers.ask(server, "prepare", self.number, self.incarnation, number, each)
 
-    async def arrive(self, aux: bytes | None = None) -> Decision:
+    async def arrive(self, aux: bytes | None = None) -> StepDecision:
         number = self.version + 1
         options = copy.deepcopy(self.options)
         answer = await self.run.coordinator.arrive(self.number, self.incarnation, number, options, aux)
@@ -160,13 +160,13 @@ class Worker:
         self.run.decisions[number] = answer.decision
         return answer.decision
 
-    async def apply(self, decision: Decision) -> None:
+    async def apply(self, decision: StepDecision) -> None:
         for server in self.names:
             self.put(server, await self.run.servers.ask(server, "apply", decision, self.known.get(server, -1)))
         self.version, self.members = decision.version, decision.next
         self.leaves = self.number not in decision.next
 
-    async def step(self, aux: bytes | None = None) -> Decision:
+    async def step(self, aux: bytes | None = None) -> StepDecision:
         """A step of sync mode."""
         await self.prepare()
         decision = await self.arrive(aux)
@@ -184,9 +184,9 @@ class Worker:
 class Run:
     """A job: its coordinator, servers, and what was decided."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: ClusterSize) -> None:
         self.folder, self.plan, self.servers = folder, plan, Servers()
-        self.decisions: dict[int, Decision] = {}
+        self.decisions: dict[int, StepDecision] = {}
         self.coordinator = Coordinator(plan, self.servers, folder)
 
     async def restart(self) -> None:
@@ -236,7 +236,7 @@ def running(folder: Path, act: Callable[[Run], Coroutine[Any, Any, None]], **pla
     """A job in which `act` happens."""
 
     async def all_of_it() -> None:
-        run = Run(folder, Plan(**{"workers": 2, "servers": 2, "patience": 20, "silence": 20} | plan))
+        run = Run(folder, ClusterSize(**{"workers": 2, "servers": 2, "patience": 20, "silence": 20} | plan))
         try:
             await asyncio.wait_for(act(run), 40)
         finally:

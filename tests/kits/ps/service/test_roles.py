@@ -10,7 +10,7 @@ import pytest
 import partway as pw
 from partway.ps.service import cluster, roles
 from partway.ps.service.cluster import Site
-from partway.ps.service.settings import Settings, want
+from partway.ps.service.settings import ServerSettings, want
 from partway.runtime.launching import launchers, security
 from partway.runtime.launching.certificates import Certificates, Identity
 from partway.strategy import RuntimeStateError
@@ -25,7 +25,7 @@ WORKER = {
 def _asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*roles.VARIABLES, "MS_NODE_ID", "PARTWAY_JOB_SECRET", roles.FOLDER):
         monkeypatch.delenv(name, raising=False)
-    want(Settings())
+    want(ServerSettings())
     yield
     want(None)
     security.want(None)
@@ -176,7 +176,7 @@ def test_a_certificate_has_to_name_the_address_of_its_host(tmp_path: Path) -> No
 
 
 def test_the_folder_of_partway_ps_is_given_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    want(Settings(shard_folder=tmp_path / "mine"))
+    want(ServerSettings(shard_folder=tmp_path / "mine"))
     given(monkeypatch)
     monkeypatch.setenv(roles.FOLDER, str(tmp_path / "its"))
     with pytest.raises(RuntimeStateError) as caught:

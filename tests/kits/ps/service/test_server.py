@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from partway.ps.service.job import Job
-from partway.ps.service.pieces import Parameter, Piece
-from partway.ps.service.server import Changes, Decision, Gradients, Moved, Server
-from partway.ps.service.update import Maker
+from partway.ps.service.pieces import Parameter, RowRange
+from partway.ps.service.server import Changes, Moved, PushedGradients, Server, StepDecision
+from partway.ps.service.update import OptimizerMaker
 from partway.ps.service.wire import array_of, tensor_of
 from partway.strategy.errors import RuntimeStateError
 
@@ -44,9 +44,9 @@ class Trained:
         )
         self.options = [{key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}]
         self.job = Job(parameters, kind.__name__, tuple(self.options), True, mode, durability=durability)
-        self.maker, self.folder, self.again, self.seed = Maker.of(self.optimizer), folder, again, seed
+        self.maker, self.folder, self.again, self.seed = OptimizerMaker.of(self.optimizer), folder, again, seed
         cuts = [(0, 0, 3), (0, 3, 6), (1, 0, 5), (2, 0, 4), (2, 4, 10), (3, 0, 1)]
-        self.pieces = {piece.key: piece for piece in (Piece(*cut) for cut in cuts)}
+        self.pieces = {piece.key: piece for piece in (RowRange(*cut) for cut in cuts)}
         self.where = {key: i % servers for i, key in enumerate(self.pieces)}
         self.servers = [self.started(i) for i in range(servers)]
         for key, piece in self.pieces.items():
@@ -75,10 +75,10 @@ class Trained:
             torch.randn((), dtype=torch.float64, generator=self.seed),
         ]
 
-    def sent(self, gradients: list[Any], number: int, dtype: str | None = None) -> Gradients:
+    def sent(self, gradients: list[Any], number: int, dtype: str | None = None) -> PushedGradients:
         """What a server gets of a worker's gradients."""
         kind = getattr(torch, dtype or "float64")
-        sent = Gradients({}, {}, dtype)
+        sent = PushedGradients({}, {}, dtype)
         for key, piece in self.pieces.items():
             gradient = gradients[piece.parameter]
             if self.where[key] != number or gradient is None:
@@ -106,7 +106,7 @@ class Trained:
     def step(self, workers: list[list[Any]], version: int, members: list[int] | None = None) -> list[Changes]:
         """A step of sync mode on all servers."""
         members = list(range(len(workers))) if members is None else members
-        decision = Decision(version, members, self.options, members)
+        decision = StepDecision(version, members, self.options, members)
         changes = []
         for number in range(len(self.servers)):
             for worker in [*reversed(range(len(workers))), *range(len(workers) if self.again else 0)]:
@@ -218,7 +218,7 @@ def test_an_old_incarnation_of_a_worker_is_refused(tmp_path: Path) -> None:
     trained.restart(0)
     server = trained.servers[0]
     server.prepare(0, 1, 1, trained.sent(old, 0))  # known from before it was started again
-    server.apply(Decision(1, [0], trained.options, [0]), 0)
+    server.apply(StepDecision(1, [0], trained.options, [0]), 0)
     trained.step_plain([new])
     assert trained.far() <= 1e-12
 
@@ -228,7 +228,7 @@ def test_gradients_that_did_not_come_are_an_error(tmp_path: Path) -> None:
     trained.servers[0].prepare(0, 1, 1, trained.sent(trained.gradients(), 0))
     before = trained.values()
     with pytest.raises(RuntimeStateError) as error:
-        trained.servers[0].apply(Decision(1, [0, 1], trained.options, [0, 1]), 0)
+        trained.servers[0].apply(StepDecision(1, [0, 1], trained.options, [0, 1]), 0)
     assert str(error.value) == "server server0 has no gradients of worker 1 for step 1"
     assert trained.servers[0].version() == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trained.values(), strict=True))
@@ -237,7 +237,7 @@ def test_gradients_that_did_not_come_are_an_error(tmp_path: Path) -> None:
 def test_a_server_with_an_older_folder_says_so(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     with pytest.raises(RuntimeStateError) as error:
-        trained.servers[0].apply(Decision(3, [0], trained.options, [0]), 0)
+        trained.servers[0].apply(StepDecision(3, [0], trained.options, [0]), 0)
     assert str(error.value) == (
         f"server server0 is at step 0 and was asked for 3: its shard folder {tmp_path / '0'} is of an older state"
     )
@@ -254,10 +254,10 @@ def test_a_step_that_fails_leaves_the_parameters_and_can_be_taken_again(
     with monkeypatch.context() as patched:
         patched.setattr(server, "_commit", lambda *_: (_ for _ in ()).throw(RuntimeStateError("the disk is full")))
         with pytest.raises(RuntimeStateError, match="the disk is full"):
-            server.apply(Decision(1, [0], trained.options, [0]), 0)
+            server.apply(StepDecision(1, [0], trained.options, [0]), 0)
     assert server.version() == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trained.values(), strict=True))
-    server.apply(Decision(1, [0], trained.options, [0]), 0)
+    server.apply(StepDecision(1, [0], trained.options, [0]), 0)
     trained.step_plain([gradients])
     assert trained.far() <= 1e-12
 
@@ -306,7 +306,7 @@ def test_gradients_may_be_sent_in_fewer_bits(tmp_path: Path, dtype: str) -> None
     gradients = [trained.gradients(), trained.gradients()]
     trained.servers[0].prepare(0, 1, 1, trained.sent(gradients[0], 0, dtype))
     trained.servers[0].prepare(1, 1, 1, trained.sent(gradients[1], 0))  # the other as it is
-    trained.servers[0].apply(Decision(1, [0, 1], trained.options, [0, 1]), 0)
+    trained.servers[0].apply(StepDecision(1, [0, 1], trained.options, [0, 1]), 0)
     kind = getattr(torch, dtype)
 
     def rounded(gradient: Any) -> Any:
@@ -581,7 +581,7 @@ def test_parameters_of_other_dtypes_and_shapes_are_kept(tmp_path: Path) -> None:
         Parameter(i, f"p{i}", tuple(t.shape), str(t.dtype)[6:], t.element_size()) for i, t in enumerate(tensors)
     )
     job = Job(parameters, "SGD", tuple(options), True)
-    server = Server("server0", job, Maker.of(optimizer), tmp_path)
+    server = Server("server0", job, OptimizerMaker.of(optimizer), tmp_path)
     server.give([Moved(piece, array_of(tensors[piece.parameter]), {}) for piece in job.pieces])
     for version in (1, 2):
         gradients = [torch.randn_like(tensor) for tensor in tensors]
@@ -589,10 +589,10 @@ def test_parameters_of_other_dtypes_and_shapes_are_kept(tmp_path: Path) -> None:
             parameter.grad = gradient.clone()
         optimizer.step()
         dense = {piece.key: array_of(gradients[piece.parameter]) for piece in job.pieces}
-        server.prepare(0, 1, version, Gradients(dense, {}))
-        server.apply(Decision(version, [0], options, [0]), 0)
+        server.prepare(0, 1, version, PushedGradients(dense, {}))
+        server.apply(StepDecision(version, [0], options, [0]), 0)
         server.close()
-        server = Server("server0", job, Maker.of(optimizer), tmp_path)
+        server = Server("server0", job, OptimizerMaker.of(optimizer), tmp_path)
     changes = server.changed(0)
     for piece, parameter in zip(job.pieces, parameters, strict=True):
         assert torch.equal(tensor_of(changes.values[piece.key], parameter.dtype), own[piece.parameter].detach())

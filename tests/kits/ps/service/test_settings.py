@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from partway.ps.service import settings
-from partway.ps.service.settings import Settings
+from partway.ps.service.settings import ServerSettings
 from partway.strategy.errors import RuntimeStateError
 
 
@@ -30,12 +30,12 @@ def test_no_parameter_server_is_asked_for_at_first() -> None:
 
 
 def test_what_was_asked_for_last_holds() -> None:
-    settings.want(Settings())
-    settings.want(asked := Settings("async", 4, "disk", Path("/shelves"), "bfloat16"))
+    settings.want(ServerSettings())
+    settings.want(asked := ServerSettings("async", 4, "disk", Path("/shelves"), "bfloat16"))
     assert settings.required() is settings.wanted() is asked
     settings.want(None)
     assert settings.wanted() is None
 
 
 def test_by_default_a_job_is_synchronous_and_survives_its_processes() -> None:
-    assert Settings() == Settings("sync", None, "process", None, None)
+    assert ServerSettings() == ServerSettings("sync", None, "process", None, None)

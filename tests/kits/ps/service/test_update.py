@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from partway.ps.service.pieces import Parameter, Piece
-from partway.ps.service.update import Maker, Shard, Table, is_by_element, is_of_rows
+from partway.ps.service.pieces import Parameter, RowRange
+from partway.ps.service.update import OptimizerMaker, ServerShard, Table, is_by_element, is_of_rows
 
 EXACT = 1e-12
 
@@ -114,11 +114,11 @@ def test_steps_of_pieces_are_those_of_the_whole(kind: type[optim.Optimizer], opt
     first, second = nn.Parameter(drawn(11, 3, seed=seed)), nn.Parameter(drawn(5, seed=seed))
     plain = kind([{"params": [first]}, {"params": [second], "lr": options["lr"] / 2}], **options)
     parameters = {0: Parameter(0, "a", (11, 3), "float64", 8), 1: Parameter(1, "b", (5,), "float64", 8, 1)}
-    shard = Shard(Maker.of(plain), parameters)
+    shard = ServerShard(OptimizerMaker.of(plain), parameters)
     cuts = {0: [slice(0, 4), slice(4, 8), slice(8, 11)], 1: [slice(0, 5)]}
     for index, whole in ((0, first), (1, second)):
         for rows in cuts[index]:
-            piece = Piece(index, rows.start, rows.stop)
+            piece = RowRange(index, rows.start, rows.stop)
             shard.put(piece, whole.detach()[rows].clone(), rows_of(plain.state.get(whole, {}), rows, whole))
     for step in range(6):
         for group in plain.param_groups:
@@ -137,7 +137,7 @@ def test_steps_of_pieces_are_those_of_the_whole(kind: type[optim.Optimizer], opt
         if step == 3:  # a piece goes, and comes again with what it had
             value, state = shard.values["0:4"].detach().clone(), shard.state("0:4")
             shard.remove("0:4")
-            shard.put(Piece(0, 4, 8), value, state)
+            shard.put(RowRange(0, 4, 8), value, state)
     for index, whole in ((0, first), (1, second)):
         got = torch.cat([shard.values[f"{index}:{rows.start}"].detach() for rows in cuts[index]])
         assert float((got - whole.detach()).abs().max()) <= EXACT
@@ -151,9 +151,9 @@ def test_steps_of_pieces_are_those_of_the_whole(kind: type[optim.Optimizer], opt
 
 def test_a_piece_that_was_not_stepped_has_the_state_that_it_came_with() -> None:
     one = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
-    shard = Shard(Maker.of(optim.Adam([one])), {0: Parameter(0, "a", (4, 2), "float64", 8)})
-    shard.put(Piece(0, 0, 2), torch.ones(2, 2, dtype=torch.float64), {})
-    shard.put(Piece(0, 2, 4), torch.ones(2, 2, dtype=torch.float64), {})
+    shard = ServerShard(OptimizerMaker.of(optim.Adam([one])), {0: Parameter(0, "a", (4, 2), "float64", 8)})
+    shard.put(RowRange(0, 0, 2), torch.ones(2, 2, dtype=torch.float64), {})
+    shard.put(RowRange(0, 2, 4), torch.ones(2, 2, dtype=torch.float64), {})
     shard.step({}, own_options(optim.Adam([one])))
     assert shard.state("0:0") == {}
     shard.step({"0:0": torch.ones(2, 2, dtype=torch.float64)}, own_options(optim.Adam([one])))
@@ -182,7 +182,7 @@ def touched(step: int, seed: torch.Generator) -> Tensor:
     return ids + 1 if step < STEPS - 2 else ids
 
 
-def all_caught_up(table: Table, maker: Maker) -> Tensor:
+def all_caught_up(table: Table, maker: OptimizerMaker) -> Tensor:
     table.catch_up(maker, torch.arange(len(table.value)))
     return table.value
 
@@ -198,7 +198,7 @@ def test_steps_of_touched_rows_are_those_of_the_whole_table(
     for _ in range(before):
         whole.grad = drawn(ROWS, WIDTH, seed=seed)
         plain.step()
-    maker, table = Maker.of(plain), table_of(whole, plain.state.get(whole, {}))
+    maker, table = OptimizerMaker.of(plain), table_of(whole, plain.state.get(whole, {}))
     for step in range(STEPS):
         plain.param_groups[0]["lr"] *= 0.95
         ids = touched(step, seed)
@@ -222,7 +222,7 @@ def test_momentum_and_weight_decay_that_change_count_for_the_steps_that_rows_mis
     seed = random_of(2)
     whole = nn.Parameter(drawn(ROWS, WIDTH, seed=seed))
     plain = optim.SGD([whole], lr=0.1, momentum=amount, dampening=0.2)
-    maker, table = Maker.of(plain), table_of(whole, {})
+    maker, table = OptimizerMaker.of(plain), table_of(whole, {})
     for step in range(STEPS):
         if step % 6 == 5:
             plain.param_groups[0]["momentum"] = 0.9 - plain.param_groups[0]["momentum"]
@@ -239,7 +239,7 @@ def test_sparse_adam_steps_touched_rows_as_it_does_with_sparse_gradients() -> No
     seed = random_of(3)
     whole = nn.Parameter(drawn(ROWS, WIDTH, seed=seed))
     plain = optim.SparseAdam([whole], lr=0.05)
-    maker, table = Maker.of(plain), table_of(whole, {})
+    maker, table = OptimizerMaker.of(plain), table_of(whole, {})
     assert maker.takes_sparse
     for step in range(STEPS):
         plain.param_groups[0]["lr"] *= 0.95
@@ -265,7 +265,7 @@ def test_a_table_that_was_stored_in_between_goes_on_as_one_that_was_not(
     for stored in (False, True):
         whole = nn.Parameter(start.clone())
         plain = kind([whole], **options)
-        maker, table = Maker.of(plain), table_of(whole, plain.state.get(whole, {}))
+        maker, table = OptimizerMaker.of(plain), table_of(whole, plain.state.get(whole, {}))
         for step, (ids, rows) in enumerate(steps):
             plain.param_groups[0]["lr"] = 0.1 * 0.9**step
             table.step(maker, own_options(plain)[0], ids, rows)
@@ -299,7 +299,7 @@ def test_rows_that_are_owed_nothing_are_not_changed_by_a_step_without_a_gradient
     same = torch.equal(before, whole.detach()) and all(
         torch.equal(kept, plain.state[whole][key]) for key, kept in state.items() if is_of_rows(key, kept, whole)
     )
-    leaves = Maker.of(plain).leaves_untouched_rows(own_options(plain)[0])
+    leaves = OptimizerMaker.of(plain).leaves_untouched_rows(own_options(plain)[0])
     assert same or not leaves
     assert leaves == (
         kind in (optim.SGD, optim.Adagrad) and not options.get("momentum") and not options.get("weight_decay")
@@ -309,18 +309,18 @@ def test_rows_that_are_owed_nothing_are_not_changed_by_a_step_without_a_gradient
 @by_case
 def test_an_optimizer_of_each_element_is_known(kind: type[optim.Optimizer], options: dict[str, Any]) -> None:
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
-    assert is_by_element(Maker.of(optimizer), own_options(optimizer)[0])
+    assert is_by_element(OptimizerMaker.of(optimizer), own_options(optimizer)[0])
 
 
 def test_sparse_adam_steps_each_element_by_itself() -> None:
     optimizer = optim.SparseAdam([nn.Parameter(torch.ones(2, 2))])
-    assert is_by_element(Maker.of(optimizer), own_options(optimizer)[0])
+    assert is_by_element(OptimizerMaker.of(optimizer), own_options(optimizer)[0])
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, ByNorm])
 def test_an_optimizer_whose_step_depends_on_other_rows_is_known(kind: type[optim.Optimizer]) -> None:
     optimizer = kind([nn.Parameter(torch.ones(2, 2))], lr=0.1)  # type: ignore[call-arg]
-    assert not is_by_element(Maker.of(optimizer), own_options(optimizer)[0])
+    assert not is_by_element(OptimizerMaker.of(optimizer), own_options(optimizer)[0])
 
 
 def test_an_optimizer_that_fails_on_a_matrix_is_not_one_of_each_element() -> None:
@@ -329,14 +329,14 @@ def test_an_optimizer_that_fails_on_a_matrix_is_not_one_of_each_element() -> Non
             raise ValueError("images only")
 
     optimizer = OfImages([nn.Parameter(torch.ones(2, 2))])
-    assert not is_by_element(Maker.of(optimizer), own_options(optimizer)[0])
+    assert not is_by_element(OptimizerMaker.of(optimizer), own_options(optimizer)[0])
 
 
 def test_an_optimizer_like_the_workers_has_its_attributes_and_not_its_parameters() -> None:
     one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     own = Signs([one])
     own.half = 0.25
-    maker = Maker.of(own)
+    maker = OptimizerMaker.of(own)
     assert maker.attributes == {"defaults": {"lr": 0.1, "keep": 0.8}, "half": 0.25}
     made = maker.make([{**own_options(own)[0], "params": [two]}], {})
     assert type(made) is Signs
