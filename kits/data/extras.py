@@ -10,4 +10,4 @@ from partway.strategy.errors import RuntimeStateError
 def need(package: str, what: str) -> None:
     """Raise RuntimeStateError unless `package`, which `what` needs, is installed."""
     if find_spec(package) is None:
-        raise RuntimeStateError(f"{what} needs {package}; install it with: pip install 'partway[data]'")
+        raise RuntimeStateError(f"{what} needs {package}; install it with: pip install '.[data]' in Partway's checkout")

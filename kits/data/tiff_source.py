@@ -115,7 +115,7 @@ class TiffSource:
         except (ValueError, RuntimeError) as error:
             raise DataError(
                 f"{self.name}: tile {index} cannot be decoded: {error}; codecs beyond deflate need imagecodecs: "
-                "pip install 'partway[data]'"
+                "pip install '.[data]' in Partway's checkout"
             ) from error
         return None if decoded is None else decoded[0]
 

@@ -207,7 +207,8 @@ def of_extras() -> Iterator[DoctorFinding]:
         except PackageNotFoundError:
             continue
         if _release(there) < _release(least):
-            yield DoctorFinding(f"{name} is {there}, and Partway needs {least}: pip install 'partway[{extra}]'")
+            fix = f"pip install '.[{extra}]' in Partway's checkout"
+            yield DoctorFinding(f"{name} is {there}, and Partway needs {least}: {fix}")
 
 
 def _release(text: str) -> tuple[int, ...]:

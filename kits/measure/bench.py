@@ -258,7 +258,7 @@ def check_plot(path: Path | None) -> None:
     if path is not None and path.suffix not in _PLOTS:
         raise RuntimeStateError(f"cannot draw {str(path)!r}; give a file of {', '.join(_PLOTS)}")
     if path is not None and find_spec("matplotlib") is None:
-        raise RuntimeStateError("a plot needs matplotlib; install it with: pip install 'partway[demo]'")
+        raise RuntimeStateError("a plot needs matplotlib; install it with: pip install '.[demo]' in Partway's checkout")
 
 
 # -- Measuring ---------------------------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ class Cluster:
         try:
             from kubernetes import client, config
         except ImportError as error:
-            raise RuntimeStateError("the operator needs Kubernetes' client; pip install 'partway[k8s]'") from error
+            raise RuntimeStateError(
+                "the operator needs Kubernetes' client; pip install '.[k8s]' in Partway's checkout"
+            ) from error
         try:
             config.load_incluster_config()
         except config.ConfigException:

@@ -31,7 +31,7 @@ def yaml() -> Any:
     try:
         import yaml as module
     except ImportError as error:
-        raise RuntimeStateError("yaml needs PyYAML; pip install 'partway[k8s]'") from error
+        raise RuntimeStateError("yaml needs PyYAML; pip install '.[k8s]' in Partway's checkout") from error
     return module
 
 

@@ -79,7 +79,8 @@ def ray_is_there() -> None:
     for name in ("ray", "lmdb"):
         if importlib.util.find_spec(name) is None:
             raise RuntimeStateError(
-                f"the parameter server needs {name}, which is not installed; run: pip install 'partway[ps]'"
+                f"the parameter server needs {name}, which is not installed; run: pip install '.[ps]' in Partway's "
+                "checkout"
             )
 
 

@@ -412,5 +412,5 @@ def test_a_missing_package_is_named_with_the_extra(package, file, tmp_path, monk
     with pytest.raises(pw.RuntimeStateError) as error:
         WindowReader(tmp_path / file)
     assert str(error.value) == (
-        f"reading {tmp_path / file} needs {package}; install it with: pip install 'partway[data]'"
+        f"reading {tmp_path / file} needs {package}; install it with: pip install '.[data]' in Partway's checkout"
     )

@@ -280,4 +280,5 @@ def test_a_missing_webdataset_is_named_with_the_extra(monkeypatch):
     monkeypatch.setattr("partway.data.extras.find_spec", lambda name: None)
     with pytest.raises(pw.RuntimeStateError) as error:
         web_dataset("a.tar", Part.whole(4), seed=0)
-    assert str(error.value) == "web_dataset needs webdataset; install it with: pip install 'partway[data]'"
+    said = "web_dataset needs webdataset; install it with: pip install '.[data]' in Partway's checkout"
+    assert str(error.value) == said

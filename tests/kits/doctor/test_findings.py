@@ -241,7 +241,7 @@ def test_a_library_of_an_extra_that_is_too_old_is_wrong(monkeypatch: pytest.Monk
     there = {"zarr": "2.18.1", "ray": "2.52.0", "mypy": "1.0"}
     monkeypatch.setattr(found, "requires", lambda name: lines)
     monkeypatch.setattr(found, "version", there.__getitem__)
-    only("zarr is 2.18.1, and Partway needs 3.1.3: pip install 'partway[data]'", wrong=True)
+    only("zarr is 2.18.1, and Partway needs 3.1.3: pip install '.[data]' in Partway's checkout", wrong=True)
 
 
 def test_the_extras_are_those_of_the_package() -> None:

@@ -16,7 +16,7 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gloo,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'partway[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
 START = """

@@ -165,7 +165,7 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plot(None)
     with pytest.raises(RuntimeStateError) as error:
         check_plot(Path("x.png"))
-    assert str(error.value) == "a plot needs matplotlib; install it with: pip install 'partway[demo]'"
+    assert str(error.value) == "a plot needs matplotlib; install it with: pip install '.[demo]' in Partway's checkout"
 
 
 # -- A model of the user's own -----------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_what_is_missing_names_the_extra(module: str, said: str, monkeypatch: py
     from partway.operator.cluster import Cluster
 
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(RuntimeStateError, match=re.escape(said) + r".*pip install 'partway\[k8s\]'"):
+    with pytest.raises(RuntimeStateError, match=re.escape(said) + r".*pip install '\.\[k8s\]' in Partway's checkout"):
         Cluster.connected() if module == "kubernetes" else manifests.yaml()
 
 

@@ -116,7 +116,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
     plain = cluster.importlib.util.find_spec
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None if name == "ray" else plain(name))
     with pytest.raises(
-        RuntimeStateError, match=r"^the parameter server needs ray, .*; run: pip install 'partway\[ps\]'$"
+        RuntimeStateError, match=r"^the parameter server needs ray, .*: pip install '\.\[ps\]' in Partway's checkout$"
     ):
         roles.join()
 
