@@ -45,7 +45,7 @@ LAYOUTS: Mapping[str, tuple[Layout, tuple[int, ...]]] = {
     for name, (axes, codes, shape) in _CASES.items()
 }
 
-GOLDEN = Path(__file__).parents[1] / "api" / "show" / "golden"
+GOLDEN = Path(__file__).parents[1] / "kits" / "show" / "golden"
 
 
 def picture(name: str) -> ShardingPicture:

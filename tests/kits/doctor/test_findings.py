@@ -20,7 +20,7 @@ from partway.cli import app
 from partway.doctor import findings as found
 from partway.doctor.findings import EXTRAS, VARIABLES, DoctorFinding, findings
 
-OPTIONS = Path(__file__).parents[2] / "docs" / "options.md"
+OPTIONS = Path(__file__).parents[3] / "docs" / "options.md"
 
 
 @pytest.fixture(autouse=True)

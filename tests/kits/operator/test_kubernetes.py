@@ -35,8 +35,8 @@ pytestmark = [
     pytest.mark.skipif(kubernetes_server.missing() != "", reason=kubernetes_server.missing()),
 ]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "cifar10"
-SERVED = Path(__file__).parents[1] / "helpers" / "served_script.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cifar10"
+SERVED = Path(__file__).parents[2] / "helpers" / "served_script.py"
 SLEEP = "import sys, time; print('begins', flush=True); time.sleep(600)"
 RANKS = """
 import sys, time, torch, torch.distributed as dist
@@ -670,7 +670,7 @@ def test_200_jobs_of_8_workers_at_once(cluster: Kubernetes):
 
 def test_each_command_of_the_page_runs(cluster: Kubernetes, tmp_path: Path):
     """From an empty folder; what it says of the job is so."""
-    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```sh\n(.*?)```", page, re.S)
     assert len(blocks) == 4
     hanging = blocks.pop()
