@@ -296,7 +296,7 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
     sizes, by which it may be captured and planned without running the function and without a search."""
     with planning():
         bound_fake_results(FAKE_RESULTS)
-        kept = record(_called(call.fn), call.processes)
+        kept = record(_called(call.fn))
         with kept.watching(), telling(f"planning {_called(call.fn)}") as told:
             with stage("capture"):
                 captured = Captured(alike.graph, alike.state, alike.effects) if alike else _captured(call, kept, sizes)
@@ -360,7 +360,7 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
         raise _with_what_fits(error, call, inputs, record) from None
     if followed is not None:
         made.cache_clear()  # sizes may be many, and what a search is given is large: it is made again when asked for
-    record.planned(inputs, planned)
+    record.planned(planned)
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
