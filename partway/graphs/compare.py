@@ -60,7 +60,7 @@ def saved_calls(path: Path) -> list[SavedCall]:
     ranks = {(int(f[1]), -int(f[2] or 0)): f[0] for each in path.iterdir() if (f := _RANK.fullmatch(each.name))}
     of_rank = path / ranks[min(ranks)] if ranks else path
     found = [path / INDEX] if (path / INDEX).is_file() else of_rank.glob(f"[0-9]*_*/{INDEX}")
-    folders = sorted((index.parent for index in found), key=lambda call: int(re.match(r"\d*", call.name)[0] or 0))
+    folders = sorted((index.parent for index in found), key=lambda call: (len(call.name.partition("_")[0]), call.name))
     if not folders:
         raise StrategyError(f"{shown(str(path))} holds no graphs that Partway saved; {_WANTED}")
     return [SavedCall(folder, _head(folder / INDEX)) for folder in folders]

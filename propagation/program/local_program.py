@@ -129,7 +129,7 @@ def causes(conversions: Sequence[Conversion], costs: Mapping[fx.Node, str]) -> N
         if node in costs:
             yield costs[node]
         if node.target is convert_group:
-            tensors = [conversions[tag].tensor for tag in node.args[5]]  # type: ignore[union-attr]
+            tensors = [conversions[tag].tensor for tag in node.args[5]]  # type: ignore[index, union-attr]
             more = f" and {len(tensors) - _NAMED} more" if len(tensors) > _NAMED else ""
             yield f"of {', '.join(tensors[:_NAMED])}{more}"
         elif node.target is convert and kind_of(str(node.args[1]), str(node.args[2])).communicates:
