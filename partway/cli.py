@@ -447,25 +447,22 @@ def fusion(
 def diff(
     a: Annotated[Path, typer.Argument(help="a folder that PARTWAY_SAVE_GRAPHS has written, or a plan's file")],
     b: Annotated[Path, typer.Argument(help="another one")],
-    rows: Annotated[int, typer.Option(min=0, help="how many entries of each section to show; 0: all")] = 20,
+    rows: Annotated[int, typer.Option(min=0, help="how many lines to show of each pass; 0: all")] = 20,
 ) -> None:
-    """Show how two plans differ: strategies, collectives, bytes, predicted times.
+    """Show how two plans differ: the operators that differ in what each pass left, and in the end a verdict.
 
     A and B are plans that `plan.save` wrote, or folders of PARTWAY_SAVE_GRAPHS: of a call, of a rank, or of a run,
     whose calls are compared by name. The exit status is 0 if nothing differs, 1 if something does, 2 for an error.
     """
-    from partway.graphs.compare import LEGEND, compared, paired
-    from partway.graphs.saved import saved_calls
+    from partway.graphs.compare import compared, saved_calls
 
     try:
-        pairs, alone = paired(saved_calls(a), saved_calls(b))
-        comparisons = [compared(*pair) for pair in pairs]
+        same, text = compared(saved_calls(a), saved_calls(b), rows)
     except PartwayError as error:
         typer.echo(f"partway diff: {error}", err=True)
         raise typer.Exit(2) from None
-    legend = [*LEGEND, ""] if any(each.sections for each in comparisons) else []
-    typer.echo("\n".join([*(each.text(rows) for each in comparisons), *legend, *alone]).rstrip())
-    raise typer.Exit(0 if not alone and all(each.same for each in comparisons) else 1)
+    typer.echo(text)
+    raise typer.Exit(0 if same else 1)
 
 
 @app.command()

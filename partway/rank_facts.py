@@ -14,6 +14,7 @@ from partway.compiler.compiled import Compiled
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.nodes import draws_random_numbers
+from partway.propagation.graph.printer import operators_in
 from partway.request import Request
 from partway.runtime.agreement import Fact, facts_of
 from partway.user_rules import rules
@@ -78,7 +79,8 @@ def of_plan(compiled: Compiled) -> Iterator[Fact]:
     fix = "plan with the same options, versions and plan files on every rank"
     yield Fact("the mesh of the plan", str(compiled.mesh), fix=fix, follows=1)
     yield Fact("the plan", str(compiled.plan), compiled.plan.model_dump_json(), fix, follows=2)
-    yield Fact("the program", str(compiled.program), fix=fix, follows=3)
+    program = operators_in(str(compiled.program))  # without source lines, which one from the cache lacks
+    yield Fact("the program", "\n".join(program), fix=fix, follows=3)
 
 
 def draws(compiled: Compiled) -> bool:

@@ -26,7 +26,6 @@ runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand
 api/ops/test_groups.py                 runtime: groups
-api/graphs/test_by_hand.py             partway/ops: saved
 api/test_bad_input.py                  partway: checks request; partway/annotations: names statements
 api/test_context.py                    partway/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        partway: state_dicts
@@ -39,8 +38,7 @@ kits/integrations/test_frameworks.py           kits/integrations: accelerate lig
 ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
 api/compiler/test_driver.py            partway/compiler: capture_call compiled plan_inputs
 api/compiler/test_driver.py            partway/annotations: annotate
-api/graphs/test_saving.py              partway/graphs: files figures index operators record stages text
-api/graphs/test_compare.py             partway/graphs: saved
+api/graphs/test_saving.py              partway/graphs: record; propagation/graph: printer
 kits/checking/test_programs.py          kits/checking: checker matching measured ranks reasons records
 kits/checking/test_reports.py           kits/checking: report
 api/test_guard.py                      partway/reuse: guard

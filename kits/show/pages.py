@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from partway.graphs.compare import LEGEND, Comparison, Difference, compared
-from partway.graphs.saved import SavedCall, saved_calls
+from partway.graphs.compare import SavedCall, differences, saved_calls, strategies
 from partway.propagation.plan.alternatives import Origin, ScheduleSpan
 from partway.propagation.plan.plan import Plan
+from partway.propagation.plan.report import text
 from partway.show.page.document import Section, Shown, document
 from partway.show.page.facts import Said, said
 from partway.show.page.markup import safe
-from partway.show.page.tables import find, table
+from partway.show.page.tables import find
 from partway.show.page.time import timeline_sections
 from partway.strategy.errors import StrategyError, shown
 from partway.strategy.units import human, lasting
 
-ENTRIES = 100  # of a kind of difference
+LINES = 1000  # that differ
 
 
 def page(paths: Sequence[Path]) -> str:
     """The page of the plan at a path, or of those at two. Raises StrategyError where there is none, or several."""
     calls = [_call(path) for path in paths]
-    plans = [_plan(call) for call in calls]
+    plans = [call.plan for call in calls]
     if len(plans) == 1:
         return document([Shown(plans[0], known=_known(plans[0]))], f"Plan on {plans[0].mesh}: {calls[0].path.name}")
-    comparison = compared(*calls)
     sides = [
         Shown(plan, f"{side}: {call.path}", _known(plan)) for side, plan, call in zip("AB", plans, calls, strict=True)
     ]
-    section = Section("compare", "What differs", _differences(comparison, *plans))
+    section = Section("compare", "What differs", _differences(*plans))
     return document(sides, f"Two plans: {calls[0].path.name} and {calls[1].path.name}", [section])
 
 
@@ -58,28 +56,21 @@ def _call(path: Path) -> SavedCall:
     return calls[0]
 
 
-def _plan(call: SavedCall) -> Plan:
-    if call.plan is None:
-        failed = f": {call.index.failed}" if call.index else ""
-        raise StrategyError(f"the call in {shown(str(call.path))} has no plan, since planning it failed{failed}")
-    return call.plan
-
-
 def _known(plan: Plan) -> Said:
     return said(plan, None, 1)
 
 
-def _differences(found: Comparison, a: Plan, b: Plan) -> str:
-    if found.same:
+def _differences(a: Plan, b: Plan) -> str:
+    texts = text(a), text(b)
+    lines = differences(*texts)
+    if not lines:
         return "<p>Nothing: the plans are the same.</p>"
-    totals = table("In total", ("", "#A", "#B", "#B - A"), [tuple(map(safe, row)) for row in found.totals])
-    legend = f"<details><summary>How to read it</summary><p>{safe(' '.join(LEGEND))}</p></details>"
-    sections = "".join(
-        table(section.title, ("what", "how", "#B - A sends", "#and takes"), map(_row, section.entries[:ENTRIES]))
-        + (f"<p>And {left:,} more.</p>" if (left := len(section.entries) - ENTRIES) > 0 else "")
-        for section in found.sections
-    )
-    return "\n".join([f"<p>{verdict(a, b)}</p>", totals, legend, sections])
+    others = ", ".join(map(find, strategies(*texts)))
+    more = [f"And {len(lines) - LINES:,} more lines; partway diff has them."] if len(lines) > LINES else []
+    return "\n".join([
+        f"<p>{verdict(a, b)}</p>", *([f"<p>Another strategy: {others}</p>"] if others else []),
+        f"<pre>{safe(chr(10).join([*lines[:LINES], *more]))}</pre>",
+    ])  # fmt: skip
 
 
 def verdict(a: Plan, b: Plan) -> str:
@@ -99,17 +90,3 @@ def verdict(a: Plan, b: Plan) -> str:
         if change:
             more.append(f"{what} {human(abs(change))} {'more' if change > 0 else 'less'}")
     return safe(f"{first}. A rank of {better} {' and '.join(more)}." if more else f"{first}.")
-
-
-def _row(entry: Difference) -> tuple[str, str, str, str]:
-    several = f" <span class='soft'>and {len(entry.names) - 1} like it</span>" if len(entry.names) > 1 else ""
-    how = "<br>".join(f"<code>{safe(side)}</code>" for side in entry.sides) or safe(entry.source)
-    sent = human(entry.sent) if entry.sent else ""
-    return f"{_found(entry.names[0])}{several}", how, sent, lasting(entry.seconds) if entry.seconds else ""
-
-
-def _found(name: str) -> str:
-    """The name of what differs, as a button that selects it in the graph."""
-    operator = re.search(r"\((\w+)\)$", name)
-    target = operator.group(1) if operator else name.partition(" ")[2]
-    return find(target, name) if target else safe(name)

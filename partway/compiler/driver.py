@@ -67,7 +67,7 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
     sizes, by which it may be captured and planned without running the function and without a search."""
     with planning():
         bound_fake_results(FAKE_RESULTS)
-        kept = record(call.name, call.processes)
+        kept = record(call.name)
         with kept.watching(), telling(f"planning {call.name}") as told:
             with stage("capture"):
                 captured = (
@@ -108,7 +108,7 @@ def _plan(call: CallInputs, captured: Captured, kept: Record, followed: Plan | N
         raise _with_what_fits(error, call, inputs, kept) from None
     if followed is not None:
         made.cache_clear()  # sizes may be many, and what a search is given is large: it is made again when asked for
-    kept.planned(inputs, planned)
+    kept.planned(planned)
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)

@@ -24,7 +24,9 @@ from torch import fx
 from ...strategy.choice import Choice
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
+from ...strategy.notation import counted
 from ...strategy.placement import REPLICATE
+from ...strategy.units import human, lasting
 from ..cost.conversion import Codes, ConversionTable, Floats, conversion_table
 from ..cost.cost import Weights
 from ..cost.profile import DeviceProfile
@@ -35,6 +37,7 @@ from ..rules.custom import Rows
 from ..rules.reductions import MAXIMA
 from ..rules.rule import Rule
 
+_SHOWN = 6  # strategies of an operator that are printed
 AMONG = " among the strategies that enable_algo_approxi leaves"  # what the bound of an approximate problem holds for
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
@@ -328,3 +331,31 @@ class SearchProblem:
             rows, columns = edge.codes(self.vertices)
             total += float(edge.table.rows([int(rows[choice[edge.producer]])])[0, columns[choice[edge.consumer]]])
         return total
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(problem: SearchProblem) -> Iterator[str]:
+    """The strategies that each operator may have, those that cost least by themselves first."""
+    vertices = [v for v in problem.vertices if v.kind is not VertexKind.HUB]
+    strategies = counted(sum(len(v.options) for v in vertices), "strategy", "strategies")
+    yield f"{counted(len(vertices), 'choice')} to make, of {strategies}"
+    known: dict[int, list[str]] = {}
+    for v in vertices:
+        annotation = f", annotated {v.annotation}" if v.annotation else ""
+        yield f"{v.kind.value} {v.name}: {counted(len(v.options), 'strategy', 'strategies')}{annotation}"
+        if v.kind is VertexKind.OPERATOR:
+            if id(v.options) not in known:  # equal operators share them
+                known[id(v.options)] = list(_cheapest(v.options))
+            yield from known[id(v.options)]
+
+
+def _cheapest(options: Options) -> Iterator[str]:
+    for i in options.unary.argsort(kind="stable")[:_SHOWN].tolist():
+        option, held = options[i], float(options.held[i])
+        split = " ".join(f"{a}:{f}" for a, f in zip(options.mesh.axes, option.factors, strict=True) if f) or "nothing"
+        cost = lasting(float(options.seconds[i])) + (f", holds {human(held)}" if held else "")
+        yield f"    splits {split} -> {', '.join(map(str, option.results))}    # {cost}"
+    if len(options) > _SHOWN:
+        yield f"    and {len(options) - _SHOWN} more"

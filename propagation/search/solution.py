@@ -51,6 +51,9 @@ class Solution:
         """Whether the plan is the optimum."""
         return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
 
+    def __str__(self) -> str:
+        return f"the cheapest plan costs {self.cost:.6g}, and none costs less than {self.bound:.6g}"
+
 
 def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:
     """Raise VerifyError unless every vertex has one of its options, at the cost that is claimed."""
