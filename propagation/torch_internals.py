@@ -25,8 +25,6 @@ Each name, and why:
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch.fx._lazy_graph_module    whether graph modules compile their code when they are made; torch.compile's own
                                    switch, a tenth of the time of a capture
-    torch.fx.Graph._graph_namespace   which names a graph has given: what is put into it later is to be named as before
-    torch.nn.Module._call_impl     what every call of a module runs, to be known in a stack of frames
     torch.nn.Module._compiled_call_impl   what `module.compile()` makes it run instead
     torch.export.exported_program._populate_param_...   asks a signature for the same dict once for each parameter
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
@@ -135,7 +133,6 @@ forward_pre_hooks_in: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("
 
 compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")  # None: it was not compiled
 
-CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
 COMPILED_CALL = "_compiled_call_impl"
 CONVERT = "_apply"  # the method of a module that its conversions call, such as `module.to(dtype)`
 PRIVATE_STATE = ("_backward_hooks", "_base", "_version")  # attributes of a tensor that say where it comes from
@@ -317,12 +314,6 @@ def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     return made
 
 
-def numbers_of_names(graph: torch.fx.Graph) -> dict[str, int]:
-    """The last number that a graph gave to each name of nodes, whether it still has the node or not."""
-    counts: dict[str, int] = graph._graph_namespace._base_count
-    return counts
-
-
 @contextlib.contextmanager
 def _signatures_read_once() -> Iterator[None]:
     """Meanwhile the names of parameters are looked up in a dict that is made once: torch makes it from the signature
@@ -423,7 +414,6 @@ def sequence_number_now() -> int | None:
 
 
 __all__ = [
-    "CALL_OF_MODULE",
     "COMPILED_CALL",
     "CONVERT",
     "PRIVATE_STATE",
@@ -467,7 +457,6 @@ __all__ = [
     "makes_memory",
     "module_hooks",
     "modules_in",
-    "numbers_of_names",
     "overload_name_of",
     "parameters_in",
     "range_of",

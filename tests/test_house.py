@@ -21,7 +21,6 @@ TESTS = Path(__file__).parent
 COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
 api/reuse/test_captures.py             propagation/plan: stored_graph
-propagation/capture/test_alike.py      propagation/capture: calls copies repeated
 runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -157,31 +156,6 @@ def test_a_module_of_a_graph_is_compiled_when_it_first_runs() -> None:
     module = planning.graph_module(nn.Module(), graph)
     assert isinstance(module, fx.GraphModule)
     assert torch.equal(module(torch.zeros(3)), torch.zeros(3))
-
-
-def test_a_graph_counts_the_names_that_it_gave() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    first, second = (graph.call_function(aten.cos.default, (x,)) for _ in range(2))
-    assert (first.name, second.name) == ("cos_default", "cos_default_1")
-    graph.erase_node(second)
-    assert planning.numbers_of_names(graph)["cos_default"] == 1
-    planning.numbers_of_names(graph)["cos_default"] = 5
-    assert graph.call_function(aten.cos.default, (x,)).name == "cos_default_6"
-
-
-def test_a_call_of_a_module_runs_one_function_that_knows_it() -> None:
-    found: list[Any] = []
-
-    class Looks(nn.Module):
-        def forward(self) -> None:
-            frame = sys._getframe(1)
-            assert frame.f_code is planning.CALL_OF_MODULE
-            found.append(frame.f_locals["self"])
-
-    module = Looks()
-    module()
-    assert found == [module]
 
 
 def test_composite_operators_are_told_from_others() -> None:

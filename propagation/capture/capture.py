@@ -31,10 +31,8 @@ from ..rules.expand import expand
 from ..rules.padded_convolution import absorb
 from ..rules.recurrent import true_states
 from ..torch_internals import graph_module
-from .alike import Alike
 from .any_size import AnySize, OtherSizesError, any_size
 from .autograd_functions import adopt
-from .calls import UnlikeError
 from .checks import check_dtypes, warn_of_updates
 from .cleanup import leave_meta, name_islands, prune
 from .control import flatten_control
@@ -45,7 +43,7 @@ from .ports import InputPorts, input_ports, output_ports, unseen_updates
 from .questions import Answerable, Answering
 from .random_state import drawing_nothing
 from .source_lines import callers_line
-from .tracing import Attempt, Dims, EffectListener, Flat, NoEffects, Traced, checked, trace
+from .tracing import Attempt, Dims, EffectListener, NoEffects, Traced, checked, trace
 
 Pass = Callable[[fx.GraphModule], None]
 Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
@@ -267,7 +265,7 @@ def _traced(
         attempt = _attempt(fn, call, answering, options, effects, checked=values is not None)
         try:
             with drawing_nothing(answering):
-                return _with_copies(attempt) or (attempt, checked(trace(attempt), fn))
+                return attempt, checked(trace(attempt), fn)
         except (PartwayError, Undecided):
             raise
         except Exception:  # raised by `fn` on these answers
@@ -275,21 +273,6 @@ def _traced(
             if others is None:
                 raise
             assumed = others
-
-
-def _with_copies(attempt: Attempt) -> tuple[Attempt, Traced] | None:
-    """What torch.export makes of a function where modules that are alike are traced once; None where there are none, or
-    where that is not certain. An error is raised by a trace of all, unless none has been noted."""
-    alike = Alike(attempt.fn, Flat.forward.__code__)
-    if attempt.answering is not None or not alike:
-        return None
-    attempt = replace(attempt, hooks=Hooks(), alike=alike)
-    try:
-        return attempt, checked(trace(attempt), attempt.fn)
-    except (Exception, UnlikeError):
-        if not alike.notes and not alike.failed:
-            raise
-        return None
 
 
 def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | None:

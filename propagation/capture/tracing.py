@@ -26,9 +26,7 @@ from ..graph.port import Role
 from ..graph.question import Leaf
 from ..graph.structure import Call, Structure, flatten, name_of, state_of
 from ..torch_internals import compiled_when_run, data_dependent
-from .alike import Alike
 from .checks import check_autocast, check_operators, check_static, check_writes
-from .copies import check_pure, with_copies
 from .decomposition import write_out
 from .failures import Undecided, is_raised_on_purpose, reason_of
 from .hooks import Hooks
@@ -98,7 +96,6 @@ class Attempt:
     returns_given   whether tensors of the call that it returns in an object are no results
     changing        the dims that have symbols for sizes (any_size.py)
     dense           tensors are as if they lay densely in memory: the function does not ask how they do
-    alike           has modules that are alike traced once
     """
 
     fn: Callable[..., Any]
@@ -111,7 +108,6 @@ class Attempt:
     returns_given: bool
     changing: Dims = frozenset()
     dense: bool = False
-    alike: Alike | None = None
 
     @property
     def numbers(self) -> list[int]:
@@ -167,10 +163,9 @@ def trace(attempt: Attempt) -> Traced:
             "arguments"
         )
     name_frames(program.graph_module, fn)
-    module, signature, alike = program.graph_module, program.graph_signature, attempt.alike
-    if alike is not None and alike.notes:
-        module, signature = with_copies(program, len(alike.notes), alike.copies)
-    return Traced(module, signature, program.constants, *structures[-1], read=outside.read + read)
+    return Traced(
+        program.graph_module, program.graph_signature, program.constants, *structures[-1], read=outside.read + read
+    )
 
 
 def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
@@ -202,17 +197,12 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
         with (
             ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
             prepared(fn, example, attempt.checked),
-            contextlib.nullcontext() if attempt.alike is None else attempt.alike.watching(),
             quiet(),
             compiled_when_run(),
         ):
             program = torch.export.export(flat, example, dynamic_shapes=_symbolic(attempt), strict=False)
             check_writes(program.graph_module, fn)
             check_autocast(program.graph_module, fn, bool(said))
-            if attempt.alike is not None:
-                attempt.alike.check()
-                if attempt.alike.notes:
-                    check_pure(program)
             if answering is not None and answering.is_drawn_from(program.graph):
                 raise CaptureError(
                     f"{name_of(fn)} computes with random numbers that decide its course, too; draw others for that"
@@ -284,7 +274,7 @@ class Flat(torch.nn.Module):
         fn, effects = with_source_lines(attempt.fn), attempt.effects
         self.fn = fn
         self.call, self.answering, self.hooks, self.outside = attempt.call, attempt.answering, attempt.hooks, outside
-        self.returns_given, self.alike = attempt.returns_given, attempt.alike
+        self.returns_given = attempt.returns_given
         # bound methods: torch.export puts back what forward does to attributes
         self.add, self.begin, self.end, self.abort = structures.append, effects.begin, effects.end, effects.abort
         self.stand_ins = StandIns(name_of(fn), lambda: callers_line(traceback.extract_stack(), fn))
@@ -300,8 +290,6 @@ class Flat(torch.nn.Module):
         sized = Sized() if asks_numbers else contextlib.nullcontext()
         self._stand_in(tensors)
         self.begin()
-        if self.alike is not None:
-            self.alike.begin()
         try:
             with (  # the last one sees a call first
                 self.outside, Regions(Flat.forward.__code__), WithoutGradients(), Traceable(), self.stand_ins,
@@ -323,7 +311,7 @@ class Flat(torch.nn.Module):
             self.abort()
             raise
         self.add((structure, places))
-        return (*results, *left, *(self.alike.notes if self.alike is not None else ()))
+        return (*results, *left)
 
     def _stand_in(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let `tensors` and the module's stand in for the caller's, with their attributes."""
