@@ -10,9 +10,8 @@ network.py           the problem as numbers
 search.py            the entry `search`, and the table of search modes, a row each (propagate.py, recursive.py, ...)
 exact.py             the exact search: narrow.py leaves out what no optimal plan takes, eliminate.py does the rest;
                      many.py: where costs are too many to be written out
-solve.py             the entry `solve` for any problem of costs by vertex and by pair of vertices: reduce.py makes it
-                     smaller, messages.py bounds it, forests.py finds plans to start from, branch.py divides what is too
-                     much to eliminate, resources.py prices what is limited
+least.py             the least of any costs, where elimination is too much: reduce.py makes a problem smaller,
+                     messages.py bounds it, forests.py finds plans to start from, branch.py divides it
 needs.py             what the backward reads; stretches.py: where the graph is cut for what is computed again
 keeping.py           options with what is kept, computed again or let go; timeline.py: what a device then holds
 memory.py            the exact search under a memory limit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,14 +51,14 @@ def ceiling(costs: Costs) -> float:
 
 @dataclass
 class Best:
-    """The best choices that a search came across, cheapest first, and how long it may go on: until a time, or for a
-    number of nodes, which is the same on every machine."""
+    """The best choice that a search came across, of equals the first in order, and how long it may go on: until a time,
+    or for a number of nodes, which is the same on every machine."""
 
     costs: Costs
     deadline: float = math.inf
     nodes: float = math.inf
-    many: int = 8
-    plans: list[tuple[float, Choice]] = field(default_factory=list)
+    cost: float = math.inf
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         self._most = ceiling(self.costs)
@@ -72,20 +72,15 @@ class Best:
         return time.monotonic() > self.deadline
 
     @property
-    def cost(self) -> float:
-        """What the best costs; inf where none is known."""
-        return self.plans[0][0] if self.plans else math.inf
-
-    @property
     def upper(self) -> float:
         """What a choice has to cost less than to be of interest."""
-        return self.cost - self._step - 1e-9 * abs(self.cost) if self.plans else self._most
+        return self._most if self.choice is None else self.cost - self._step - 1e-9 * abs(self.cost)
 
     def offer(self, choice: Choice) -> float:
         """Note a choice; what it costs."""
         cost = self.costs.of(choice)
-        if math.isfinite(cost) and all(choice != other for _, other in self.plans):
-            self.plans = sorted([*self.plans, (cost, choice)])[: self.many]
+        if cost < self.cost or (self.choice is not None and (cost, choice) < (self.cost, self.choice)):
+            self.cost, self.choice = cost, choice
         return cost
 
 
@@ -133,7 +128,7 @@ def _start(best: Best) -> float:
         {ends: np.minimum(table, best.upper) for ends, table in best.costs.pairs.items()},
     )
     tables, random, sizes = by_ends(capped), np.random.default_rng(0), [len(own) for own in capped.unary]
-    choice = list(best.plans[0][1] if best.plans else messages.settle())
+    choice = list(messages.settle() if best.choice is None else best.choice)
     cost, choice = _settled(best, capped, tables, choice, random, TRIES)
     idle, left = 0, KICKS // len(sizes)
     while idle < IDLE_KICKS and left > 0 and not best.late:

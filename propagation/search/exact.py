@@ -1,7 +1,7 @@
 """The exact search: elimination, once options that no optimal plan takes are left out where there are many.
 
 Where all costs may be written out they go to `optimum`, which eliminates, narrowing first where elimination would be
-much work, and dividing (solve.py) where it still is too much: so many nodes, and not so many seconds, as all processes
+much work, and dividing (least.py) where it still is too much: so many nodes, and not so many seconds, as all processes
 have to come to the same plan. Where they are too many to write out, options are left out before (many.py).
 """
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ...strategy.errors import StrategyError
 from .eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order
+from .least import least
 from .many import optimum_of_many
 from .narrow import Narrowing, narrow
 from .network import Costs, Matrix, are_few, costs_of, is_written_out, network, network_of
@@ -20,7 +21,6 @@ from .problem import SearchProblem
 from .propagate import revisit
 from .recursive import recursive_programming
 from .solution import Solution
-from .solve import least
 
 SMALLER = 2.0**26  # sums that a step looks at where larger tables are too much work
 NODES = 4  # of branch and bound, where elimination is too much

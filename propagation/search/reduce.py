@@ -5,10 +5,10 @@ Each rule looks at one vertex and its neighbours, until none finds anything:
 * an option that is infinite, or that goes with no option of a neighbour, is left out;
 * a table that is a row plus a column goes into the vertices;
 * a vertex that is a function of a neighbour (for each option of that one a single option is finite) is merged into it;
-* a vertex whose options use the same of every resource goes where it has at most two neighbours: for each choice of
-  theirs it takes its best option (elimination as in eliminate.py, where that leaves nothing larger than before);
+* a vertex with at most two neighbours goes: for each choice of theirs it takes its best option (elimination as in
+  eliminate.py, where that leaves nothing larger than before);
 * an option is left out that another undercuts whatever the neighbours do (dead-end elimination: Desmet et al., 1992;
-  Goldstein, 1994), and that uses no less.
+  Goldstein, 1994).
 """
 
 from __future__ import annotations
@@ -36,17 +36,13 @@ class Reduced:
     """What is left of a problem.
 
     costs      its numbers
-    uses       of each vertex that is left what each option uses [resource, option]
     constant   what was taken out costs
-    spent      what was taken out uses, by resource
     vertices   the vertices that are left, by number in the whole problem
     kept       their options that are left, by number in the whole problem
     """
 
     costs: Costs
-    uses: tuple[Floats, ...]
     constant: float
-    spent: Floats
     vertices: list[int]
     kept: list[Codes]
     gone: list[_Gone]
@@ -84,26 +80,24 @@ class _Gone:
     best: Codes
 
 
-def reduced(costs: Costs, uses: Sequence[Floats] | None = None) -> Reduced:
-    """What is left of a problem when nothing more can be taken out. `uses`: of each vertex what each option uses
-    [resource, option]. Raises StrategyError where some vertex has no option left, as no choice has a finite cost."""
-    work = _Reduction(costs, uses)
+def reduced(costs: Costs) -> Reduced:
+    """What is left of a problem when nothing more can be taken out. Raises StrategyError where some vertex has no
+    option left, as no choice has a finite cost."""
+    work = Reduction(costs)
     work.run()
     return work.result()
 
 
-class _Reduction:
+class Reduction:
     """The state of reducing: tables by both ends, the first index that of the vertex they are kept under."""
 
-    def __init__(self, costs: Costs, uses: Sequence[Floats] | None) -> None:
+    def __init__(self, costs: Costs) -> None:
         self.unary = list(costs.unary)
-        self.uses = list(uses) if uses is not None else [np.zeros((0, len(own))) for own in costs.unary]
         self.tables: list[dict[int, Floats]] = [{} for _ in costs.unary]
         for (a, b), table in costs.pairs.items():
             self.tables[a][b], self.tables[b][a] = table, table.T
         self.kept: list[Codes] = [np.arange(len(own)) for own in costs.unary]
         self.constant = 0.0
-        self.spent = np.zeros(self.uses[0].shape[0] if self.uses else 0)
         self.gone: list[_Gone] = []
         self.there = [True] * len(self.unary)
         self.plain = {(a, b) for a, b in costs.pairs}  # tables that may be a row plus a column
@@ -127,8 +121,7 @@ class _Reduction:
             for a in left for b in sorted(self.tables[a]) if a < b
         }  # fmt: skip
         costs = Costs(tuple(self.unary[v] for v in left), pairs)
-        uses, kept = tuple(self.uses[v] for v in left), [self.kept[v] for v in left]
-        return Reduced(costs, uses, self.constant, self.spent, left, kept, self.gone, len(self.there))
+        return Reduced(costs, self.constant, left, [self.kept[v] for v in left], self.gone, len(self.there))
 
     def _again(self, *vertices: int) -> None:
         for vertex in vertices:
@@ -148,7 +141,7 @@ class _Reduction:
 
     def _keep(self, v: int, rows: Codes) -> None:
         """Of the options of `v` only those in `rows`, by number or by a mask."""
-        self.unary[v], self.kept[v], self.uses[v] = self.unary[v][rows], self.kept[v][rows], self.uses[v][:, rows]
+        self.unary[v], self.kept[v] = self.unary[v][rows], self.kept[v][rows]
         for u, table in self.tables[v].items():
             self._put(v, u, table[rows])
         self._again(*self.tables[v])
@@ -196,9 +189,9 @@ class _Reduction:
             self._again(u)
 
     def _goes(self, v: int) -> bool:
-        """Whether `v` went, with at most two neighbours, and the same use of everything by all options."""
-        near, own, uses = tuple(self.tables[v]), self.unary[v], self.uses[v]
-        if len(near) > 2 or (uses != uses[:, :1]).any():
+        """Whether `v` went, with at most two neighbours."""
+        near, own = tuple(self.tables[v]), self.unary[v]
+        if len(near) > 2:
             return False
         if len(near) == 2 and len(own) * math.prod(len(self.unary[u]) for u in near) > JOINED:
             return False
@@ -209,7 +202,6 @@ class _Reduction:
         else:
             total = own + self.tables[near[0]][v][:, None] + self.tables[near[1]][v][None]
         best, least = np.asarray(total.argmin(axis=-1)), np.asarray(total.min(axis=-1))
-        self.spent = self.spent + uses[:, 0]
         self._leave(v, near, best)
         if not near:
             self.constant += float(least)
@@ -230,7 +222,6 @@ class _Reduction:
                 continue
             of = finite.argmax(axis=0)
             self.unary[u] = self.unary[u] + self.unary[v][of] + table[of, np.arange(len(of))]
-            self.uses[u] = self.uses[u] + self.uses[v][:, of]
             others = [(w, other[of]) for w, other in self.tables[v].items() if w != u]
             self._leave(v, (u,), of)
             for w, other in others:
@@ -241,12 +232,12 @@ class _Reduction:
     def _leave_out_undercut(self, v: int) -> bool:
         """Whether options were left out that another one undercuts whatever the neighbours do. Most pairs of options
         are told apart by what they cost beside a few choices of the neighbours."""
-        own, uses, tables = self.unary[v], self.uses[v], list(self.tables[v].values())
+        own, tables = self.unary[v], list(self.tables[v].values())
         beside = own[:, None] + np.zeros(SAMPLES)
         for place, table in enumerate(tables):
             beside += np.minimum(table[:, (SAMPLED * (place + 1)) % table.shape[1]], HUGE)
         cheaper = np.ones((len(own), len(own)), dtype=bool)  # [option, another one that may undercut it]
-        for costs in (*beside.T, *uses):
+        for costs in beside.T:
             cheaper &= costs[:, None] >= costs
         np.fill_diagonal(cheaper, False)
         options, others = np.nonzero(cheaper)

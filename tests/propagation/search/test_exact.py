@@ -53,6 +53,19 @@ def test_what_need_not_be_found_is_not_claimed(costs, share):
         assert found.cost == pytest.approx(best, abs=1e-12)
 
 
+@examples(100)
+@given(random_costs(options=5, fractions=True))
+def test_where_elimination_is_too_much_the_search_of_programs_divides(costs):
+    """Also from a start that is infinite, from which elimination without a limit was tried once."""
+    best = brute_force(costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("partway.propagation.search.eliminate.MUCH_WORK", 0.0)
+        found = optimum(costs, math.inf, lambda: (0,) * len(costs.unary))
+    assert found.bound <= best + 1e-9
+    assert found.cost == pytest.approx(best, abs=1e-9)
+    assert math.isinf(best) or costs.of(found.choice) == pytest.approx(found.cost)
+
+
 def block(x, w, v):
     return F.linear(torch.relu(F.linear(x, w)), v).pow(2).mean()
 

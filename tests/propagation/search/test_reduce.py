@@ -5,30 +5,12 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from random_examples import examples
-from search_problems import plans, random_costs
+from search_problems import plans, reducible
 
 from partway.propagation.search.network import Costs
 from partway.propagation.search.reduce import reduced
 from partway.strategy.errors import StrategyError
-
-
-@st.composite
-def reducible(draw, options=4):
-    """Random costs, some tables of which are a row plus a column, or a function of one end."""
-    costs = draw(random_costs(options=options))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    pairs = {}
-    for ends, table in costs.pairs.items():
-        kind, (rows, columns) = rng.integers(4), table.shape
-        if kind == 0:
-            table = rng.integers(0, 9, (rows, 1)) + rng.integers(0, 9, (1, columns)).astype(float)
-        elif kind == 1:
-            seats, table = rng.integers(0, columns, rows), np.full(table.shape, math.inf)
-            table[np.arange(rows), seats] = rng.integers(0, 9, rows)
-        pairs[ends] = table
-    return Costs(costs.unary, pairs)
 
 
 @examples(400)
@@ -44,32 +26,6 @@ def test_the_optimum_stays_and_is_found_again(costs):
     choice = min(left, key=left.__getitem__)
     assert left[choice] + rest.constant == pytest.approx(best, rel=1e-9)
     assert costs.of(rest.whole(choice)) == pytest.approx(best, rel=1e-9)
-
-
-@examples(200)
-@given(reducible(options=3), st.integers(0, 2**32))
-def test_with_uses_no_choice_is_lost_that_costs_and_uses_least(costs, seed):
-    rng = np.random.default_rng(seed)
-    uses = [rng.integers(0, 4, (2, len(own))).astype(float) for own in costs.unary]
-
-    def used(uses, choice):
-        return sum((use[:, c] for use, c in zip(uses, choice, strict=True)), np.zeros(2))
-
-    limit = used(uses, [rng.integers(len(own)) for own in costs.unary])
-    allowed = [cost for choice, cost in plans(costs).items() if (used(uses, choice) <= limit).all()]
-    best = min(allowed, default=math.inf)
-    try:
-        rest = reduced(costs, uses)
-    except StrategyError:
-        assert math.isinf(best)
-        return
-    fitting = {}
-    for choice, cost in plans(rest.costs).items():
-        if (rest.spent + used(rest.uses, choice) <= limit).all():
-            fitting[choice] = cost + rest.constant
-            if math.isfinite(cost):
-                np.testing.assert_allclose(used(uses, rest.whole(choice)), rest.spent + used(rest.uses, choice))
-    assert min(fitting.values(), default=math.inf) == pytest.approx(best, rel=1e-9)
 
 
 def test_what_follows_from_one_vertex_or_adds_up_is_gone():

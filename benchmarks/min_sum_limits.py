@@ -13,15 +13,17 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...strategy.errors import StrategyError
-from ..cost.conversion import Codes, Floats
-from .forests import by_ends, improved
-from .network import Costs
-from .progress import tell
+from partway.propagation.search.branch import Choice
+from partway.propagation.search.forests import by_ends, improved
+from partway.propagation.search.network import Costs
+from partway.strategy.errors import StrategyError
+
+Codes, Floats = NDArray[np.intp], NDArray[np.float64]
 
 ROUNDS, LATER_ROUNDS = 60, 10  # prices that are tried for the whole, and for a part
 CLOSE = 1e-4  # of the cost: a gap that need not be closed
@@ -29,7 +31,6 @@ PATIENCE = 4  # prices that raise nothing, after which steps are halved
 SMALLEST = 1e-2  # of a full step: where prices stop
 BEYOND = 0.05  # of the bound, how far above it a choice is thought to be where none is known
 FORESTS = 20  # that are tried to improve a choice
-Choice = tuple[int, ...]
 Least = Callable[[Costs, float], tuple[Choice, float]]  # costs and seconds to the best choice (or none), and a bound
 
 
@@ -45,7 +46,7 @@ class Resource:
 
 @dataclass
 class Limited:
-    """Costs, uses of each vertex [resource, option], and room for each resource; with the best choices so far.
+    """Costs, uses of each vertex [resource, option], and room for each resource; with the best choice so far.
 
     Uses are kept relative to the room, so that prices are costs of as much as there is."""
 
@@ -54,8 +55,8 @@ class Limited:
     room: Floats
     least: Least
     deadline: float
-    many: int = 8
-    plans: list[tuple[float, Choice]] = field(default_factory=list)
+    cost: float = math.inf
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         largest = np.array([max(float(np.abs(use[r]).max()) for use in self.uses) for r in range(len(self.room))])
@@ -67,11 +68,6 @@ class Limited:
         for v, use in enumerate(self.uses):
             self._uses[:, v, : use.shape[1]] = use
         self.tables = by_ends(self.costs)
-
-    @property
-    def cost(self) -> float:
-        """What the best choice costs; inf where none is known."""
-        return self.plans[0][0] if self.plans else math.inf
 
     @property
     def late(self) -> bool:
@@ -86,9 +82,8 @@ class Limited:
     def offer(self, choice: Choice) -> None:
         """Note a choice, if it keeps to the limits."""
         cost = self.costs.of(choice)
-        fits = math.isfinite(cost) and bool((self.used(choice) <= self.room).all())
-        if fits and all(choice != other for _, other in self.plans):
-            self.plans = sorted([*self.plans, (cost, choice)])[: self.many]
+        if cost < self.cost and bool((self.used(choice) <= self.room).all()):
+            self.cost, self.choice = cost, choice
 
     def priced(self, prices: Floats, kept: Sequence[Codes]) -> Costs:
         """The costs of some options with the price of what they use."""
@@ -124,7 +119,6 @@ def within(limited: Limited) -> float:
     waiting = [(whole.bound, next(number), whole)]
     while waiting:
         bound = waiting[0][0]
-        tell(limited.cost, min(bound, limited.cost))
         if bound >= limited.cost - CLOSE * abs(limited.cost) or limited.late:
             return min(bound, limited.cost)
         part = heapq.heappop(waiting)[-1]
@@ -164,7 +158,7 @@ def _bounded(limited: Limited, part: _Part, rounds: int) -> _Part:
             at, step, idle = prices, step / 2, 0
         if bound >= limited.cost - CLOSE * abs(limited.cost) or step < SMALLEST or limited.late:
             break
-        aim = limited.cost if limited.plans else bound + BEYOND * max(abs(bound), 1.0) * (1 + round_)
+        aim = limited.cost if limited.choice else bound + BEYOND * max(abs(bound), 1.0) * (1 + round_)
         slope = np.where((at <= 0) & (more < 0), 0.0, more)
         if not slope.any():
             break
@@ -198,11 +192,11 @@ def _improve(limited: Limited, prices: Floats) -> None:
     random = np.random.default_rng(0)
     everything = [np.arange(len(own)) for own in limited.costs.unary]
     for _ in range(FORESTS):
-        if limited.late or not limited.plans:
+        if limited.late or limited.choice is None:
             return
         at = prices * np.exp(0.2 * random.standard_normal(len(prices)))
         priced = limited.priced(at, everything)
-        choice = tuple(improved(priced, limited.tables, list(limited.plans[0][1]), random))
+        choice = tuple(improved(priced, limited.tables, list(limited.choice), random))
         limited.offer(choice)
         limited.offer(_repaired(limited, choice, at))
 
