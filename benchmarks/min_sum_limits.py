@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from partway.propagation.search.branch import Choice
-from partway.propagation.search.forests import by_ends, improved
-from partway.propagation.search.network import Costs
+from partway.propagation.minsum.branch import Choice
+from partway.propagation.minsum.forests import by_ends, improved
+from partway.propagation.minsum.network import Costs
 from partway.strategy.errors import StrategyError
 
 Codes, Floats = NDArray[np.intp], NDArray[np.float64]

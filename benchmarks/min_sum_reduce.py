@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from partway.propagation.search.network import Costs
-from partway.propagation.search.reduce import Reduced, Reduction
+from partway.propagation.minsum.network import Costs
+from partway.propagation.minsum.reduce import Reduced, Reduction
 
 Codes, Floats = NDArray[np.intp], NDArray[np.float64]
 

@@ -14,9 +14,9 @@ import numpy as np
 from min_sum_limits import Limited, Resource, within
 from min_sum_reduce import reduced_with
 
-from partway.propagation.search.branch import Choice
-from partway.propagation.search.least import Found, least
-from partway.propagation.search.network import Costs
+from partway.propagation.minsum.branch import Choice
+from partway.propagation.minsum.least import Found, least
+from partway.propagation.minsum.network import Costs
 from partway.strategy.errors import StrategyError
 
 AT_A_PRICE = 2.0  # seconds for the least at one price of each resource

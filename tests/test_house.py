@@ -103,7 +103,7 @@ models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
 kits/ps/test_clusters.py                kits/ps: jobs live saving workers; kits/ps/service: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
-api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
+api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/problem: islands
 api/test_islands.py                    propagation/islands: flows island variance writing
 api/test_islands.py                    propagation/ops: by_hand islands; strategy: place
 """

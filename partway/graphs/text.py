@@ -22,12 +22,12 @@ from partway.propagation.graph.nodes import operands, results_of, source_of, ten
 from partway.propagation.graph.port import Port
 from partway.propagation.plan.data import OperatorPlan, PlanData, TensorPlan
 from partway.propagation.plan.plan import Plan
+from partway.propagation.problem.problem import Options, SearchProblem, VertexKind
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.collective import Collective
 from partway.propagation.program.local_program import LocalProgram, PlacedPort
 from partway.propagation.program.lower import describe_option
 from partway.propagation.program.step import Step, returned_by
-from partway.propagation.search.problem import Options, SearchProblem, VertexKind
 from partway.propagation.search.solution import Solution
 from partway.strategy import Mesh
 from partway.strategy.notation import counted

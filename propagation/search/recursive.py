@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..cost.conversion import Codes, tie
-from .eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from .network import costs_of, restricted
-from .problem import SearchProblem
+from ..minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
+from ..problem.numbers import costs_of, restricted
+from ..problem.problem import SearchProblem
 from .solution import Solution
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from ...strategy.choice import Choice
 from ...strategy.errors import StrategyError, VerifyError
+from ..problem.problem import SearchProblem
 from .exact import dynamic_programming
-from .memory import has_room, with_fates, within_memory
-from .problem import SearchProblem
 from .propagate import sharding_propagation
 from .recursive import recursive_programming
 from .solution import Solution
+from .within_memory import has_room, with_fates, within_memory
 
 
 class SearchMode(Choice):

@@ -13,7 +13,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 from search_problems import plans, random_costs
 
-from partway.propagation.search.network import Costs
+from partway.propagation.minsum.network import Costs
 from partway.strategy.errors import StrategyError
 
 

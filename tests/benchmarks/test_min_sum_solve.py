@@ -8,7 +8,7 @@ from min_sum_limits import Resource
 from min_sum_solve import solve
 from search_problems import grid
 
-from partway.propagation.search.network import Costs
+from partway.propagation.minsum.network import Costs
 from partway.strategy.errors import StrategyError
 
 

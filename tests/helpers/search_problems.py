@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from partway.propagation.search.network import Costs
+from partway.propagation.minsum.network import Costs
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
 
 

@@ -27,7 +27,7 @@ from partway.compiler.passes import PLANNING, STEP
 from partway.graphs import stages, text
 from partway.graphs.index import Index
 from partway.propagation.plan.plan import Plan
-from partway.propagation.search.problem import SearchProblem
+from partway.propagation.problem.problem import SearchProblem
 
 RANK = Path("rank_0")
 
