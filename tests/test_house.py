@@ -20,6 +20,7 @@ TESTS = Path(__file__).parent
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
+propagation/minsum/test_eliminate.py   propagation/minsum: found
 api/reuse/test_captures.py             propagation/plan: stored_graph
 propagation/capture/test_alike.py      propagation/capture: calls copies repeated
 runtime/test_step.py                   runtime: doing loaded random_state

@@ -1,5 +1,9 @@
 """The memory of the gradients of values, and how long it is there: as intervals of the vertices.
 
+Three operators in a row, 1 to 3, whose results take 4 bytes each. The gradient of 1's result is there while the
+backward is at 2, which makes it, and at 1, which reads it; that of 2's result at 3 and 2. So 8 bytes are
+there at 2. If 2 is a view both gradients are one memory of 4 bytes, which is there from 3 to 1.
+
 The backward goes from the last vertex to the first. The gradient of a value is there from the last of its readers on,
 which makes the first addend, until the value's producer has read it. Further addends are added as they come.
 

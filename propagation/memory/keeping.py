@@ -1,5 +1,10 @@
 """What is kept for the backward, what is computed again, and what that costs: part of every choice.
 
+Three operators in a row, of which the second takes 3 s and makes 100 bytes that the backward reads; the result of the
+first is kept. At a price p of a byte between the forward and the backward the second costs 100 p if it is kept and 3 if
+it is computed again: at p = 0.02 it is kept, for 2; at p = 0.05 it is computed again, for 3 and not 5. A result that
+nothing reads is gone, and costs nothing.
+
 An option of a vertex is joined by a fate of its results:
 
     KEPT    they stay until the backward has read them: bytes

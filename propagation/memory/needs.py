@@ -1,5 +1,8 @@
 """What the backward reads of the forward: of each call its operands, its results, and what autograd keeps beside them.
 
+Of a product x @ w, its relu and the sum with a bias, three operators: the product reads both operands (each is the
+gradient's factor of the other), relu reads its result (where it is above 0), and the sum reads nothing.
+
 PyTorch is asked: the call runs once on fake tensors, and autograd says what it saves. Calls that are alike are asked
 once. What cannot run so (an operator of another library without a fake form) may read everything.
 """

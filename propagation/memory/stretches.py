@@ -1,5 +1,9 @@
 """Stretches of a graph: what is computed again in the backward is computed again stretch by stretch.
 
+Three operators in a row, of which the third reads the results of both others: one value crosses between the first and
+the second, two cross between the second and the third, and one crosses behind the third. A graph of many such blocks is
+cut behind the third operator of a block or behind the first, where one value is kept, and not where there are two.
+
 A value that is computed again lives from the first operator of the backward that reads it, or that something else is
 computed of, to the last. If everything were computed again of the inputs alone, everything would be there at once. So
 the operators, in their order, are cut where few values cross, and what crosses is kept: then no more than one stretch

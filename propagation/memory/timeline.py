@@ -1,5 +1,13 @@
 """What one device holds while the backward runs, operator by operator, under one choice and its fates.
 
+Three operators in a row, 1 to 3, whose results take 4, 2 and 1 bytes; in its backward 2 reads the result of 1, and 3
+that of 2, both kept:
+
+    the backward is at                       3       2       1
+    kept                                   4 + 2     4       0
+    gradients of the results of 1 and 2      2     4 + 2     4
+    together                                 8      10       4
+
 What is there for a while is an interval of the vertices, which the backward goes through from the last to the first:
 
     kept               from the first moment of the backward to the earliest reader

@@ -1,5 +1,9 @@
 """Branch and bound, for what is too much work to eliminate.
 
+Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) b would
+be divided, as it has the most neighbours. With b=1, its cheaper option, the least is 0 + 2 + min(4 + 0, 0 + 6) = 6;
+with b=0 it is 1 + 3 + min(0 + 0, 4 + 6) = 4. No node is left: 4 is the optimum.
+
 A node of the search is the problem with only some options. Messages bound it and rule options out, exact reductions
 take out what they can, and what is then little work is eliminated. Otherwise the options of one vertex are divided.
 """

@@ -1,5 +1,12 @@
 """Exact search: min-sum elimination over the graph of a problem, in which equal parts are dealt with once.
 
+Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4):
+
+    a goes     b=0: min(1 + 0, 0 + 5) = 1    b=1: min(1 + 5, 0 + 0) = 0          a table (1, 0) over b is left
+    b goes     c=0: min(3 + 1 + 0, 2 + 0 + 4) = 4    c=1: min(3 + 1 + 4, 2 + 0 + 0) = 2     a table (4, 2) over c
+    c goes     min(0 + 4, 6 + 2) = 4                                             the least of all
+    back       c=0, so b=0 (4 and not 6), so a=0 (1 and not 5)
+
 Vertices go one by one; one that goes takes its best option for every choice of its neighbours, which leaves a table
 over them (Dechter, "Bucket elimination", 1999). Where a table would be too large its bucket is split (mini-buckets,
 Dechter & Rish 2003): the sum of the parts' minima is then a lower bound, and the plan found may not be the best.

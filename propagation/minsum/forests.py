@@ -1,6 +1,10 @@
 """A better choice from one that is known: of a random part of the vertices that holds no cycle, all at once take what
 is best beside the others.
 
+On the choice 1, 1, 0 of the three operators of the room's page, which costs 6, all three are a forest: from its leaves
+to its root and back they take 0, 0, 0, which costs 4. If a and c had a pair too, two of the three would be a forest:
+beside c=0 a and b take the least of their four choices.
+
 A forest that is induced is solved exactly from its leaves to its roots, in a time that grows with its tables alone
 (Hamze & de Freitas, "From fields to trees", 2004, draw from such parts what is here minimised).
 """

@@ -1,5 +1,8 @@
 """The least of any sum of costs by vertex and by pair of vertices: `least`.
 
+Of the three operators of the room's page reductions leave nothing: the least is their constant, 4. Of two such graphs
+that nothing connects each is looked at by itself: 4 + 4.
+
 Reductions (reduce.py) leave the core; what of it hangs together is eliminated where that is little work, and otherwise
 divided (branch.py).
 """

@@ -1,5 +1,14 @@
 """The exact search where pairs of options are too many to be written out, as on a mesh of four axes.
 
+Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) c, and
+then b, has one neighbour, and goes into it:
+
+    c into b     b=0: 3 + min(0 + 0, 4 + 6) = 3      b=1: 2 + min(4 + 0, 0 + 6) = 6
+    b into a     a=0: 1 + min(0 + 3, 5 + 6) = 4      a=1: 0 + min(5 + 3, 0 + 6) = 6
+    left         a with (4, 6): it takes 0, then b takes 0 (3 and not 11), then c takes 0
+
+Where operators have more neighbours a network is left, which messages narrow.
+
 Costs stay conversions, and a message is a shortest path on the grid of layouts (narrow.py). What has one neighbour, as
 most parameters, goes into it first: nothing comes back from there. The plan that the messages suggest is improved by
 induced forests (as in forests.py, by messages too), and once few options are left by the best of them, written out.

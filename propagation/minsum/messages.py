@@ -1,5 +1,8 @@
 """Messages of a whole level of vertices at a time, where all costs are written out and nothing repeats.
 
+Of the three operators of the room's page b has two neighbours and takes the first colour, a and c the second: two steps
+are a pass. The bound is 0 at first, 2.5 after a pass from b to a and c, and 4, the optimum, after one back.
+
 The bounds are those of narrow.py, where they are derived. There vertices go one after the other, as suits long thin
 graphs. Here the vertices are coloured, so that no two neighbours have one colour, and colours are the order: the
 vertices of a colour send at once, their tables stacked into arrays: few ones together, many ones by their shapes.

@@ -1,5 +1,13 @@
 """Options that no optimal plan takes are found before the exact search joins tables.
 
+Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) the plan
+1, 1, 0 is known, which costs 6. A pass from a to c:
+
+    a tells b    b=0: min(1 + 0, 0 + 5) = 1    b=1: min(1 + 5, 0 + 0) = 0    b now costs (3 + 1, 2 + 0) = (4, 2)
+    b tells c    c=0: min(4 + 0, 2 + 4) = 4    c=1: min(4 + 4, 2 + 0) = 2    c now costs (0 + 4, 6 + 2) = (4, 8)
+
+No plan costs less than 4, and none with c=1 less than 8: that option is dropped.
+
 Tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy minimization",
 2006, TRW-S): messages along the edges shift costs between vertices so that a sum of minima, one for each vertex,
 bounds the cost of every plan from below. The bound with one option forced follows at each vertex on the way; an

@@ -1,5 +1,11 @@
 """A problem as numbers: what each option costs by itself, and what options of two vertices cost together.
 
+The three operators of the room's page, two options each:
+
+    Costs(unary=((1, 0), (3, 2), (0, 6)), pairs={(0, 1): ((0, 5), (5, 0)), (1, 2): ((0, 4), (4, 0))})
+
+    of((0, 0, 0)) = 1 + 3 + 0 + 0 + 0 = 4        of((1, 1, 0)) = 0 + 2 + 0 + 0 + 4 = 6
+
 `Costs` has all numbers written out, as elimination takes them. A `Network` has each edge as a `Between`: a `Matrix`
 that is written out, or the `Converting` of one tensor, which is not: on four axes it has millions of entries.
 """

@@ -1,5 +1,8 @@
 """The optimum of costs that are written out: elimination, once options that no optimal plan takes are left out.
 
+Of the three operators of the room's page elimination computes tables of 2 x 2 sums, and finds 4 at once. If that were
+much work: visits find 0, 0, 0, which costs 4; a pass of messages proves that no plan costs less; nothing is eliminated.
+
 Where elimination would be much work options are left out first (narrow.py); where it still is too much the rest is
 divided (least.py): so many nodes, and not so many seconds, as all processes have to come to the same plan.
 """

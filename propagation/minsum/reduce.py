@@ -1,5 +1,9 @@
 """Exact reductions: a smaller problem whose optimum is that of the whole, and the way back.
 
+Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) nothing
+is left: a has one neighbour and goes into b, whose costs are then (3 + 1, 2 + 0) = (4, 2); b goes into c, whose costs
+are then (0 + 4, 6 + 2) = (4, 8); c takes 0. The constant is 4, and the way back 0, 0, 0.
+
 Each rule looks at one vertex and its neighbours, until none finds anything:
 
 * an option that is infinite, or that goes with no option of a neighbour, is left out;

@@ -1,5 +1,11 @@
 """A plan by visits: each vertex takes what suits its neighbours.
 
+Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4), from a:
+
+    propagate    a takes 1 (0 and not 1), b beside it 1 (2 + 0 and not 3 + 5), c beside that 0 (0 + 4 and not 6 + 0): 6
+    revisit      a with 0, for which b would take 0 as well: 1 + min(0 + 3 + 0, 5 + 2 + 4) = 4, which is less than 6:
+                 now 0, 0, 0. Neither a nor b gains alone: 1, 0, 0 costs 8, and 0, 1, 0 costs 12
+
 `propagate` goes breadth-first and looks at each vertex once; `revisit` then changes a plan while that pays.
 """
 

@@ -1,4 +1,9 @@
-"""How a search problem is made of a graph: its vertices in graph order, their options, and the edges between them."""
+"""How a search problem is made of a graph: its vertices in graph order, their options, and the edges between them.
+
+Three operators, t = x * 2, y = relu(t) and t + y, where t has two readers. The vertices in their order: the input x,
+mul, the hub of t, relu, add, the output. The edges: x to mul, mul to the hub, the hub to relu and to add, relu to add,
+and add to the output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The numbers of a search problem: `costs_of`, all of them written out, and `network_of`, where they are too many."""
+"""The numbers of a search problem: `costs_of`, all of them written out, and `network_of`, where they are too many.
+
+Of a chain of three operators with two options each: `unary` is what each option costs, three columns of two numbers;
+`pairs` has two tables of 2 x 2, what it costs to convert the tensor between from its layout under each option of one to
+that under each option of the next. Where operators are alike, as in layers that repeat, both are one array.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,16 @@
 """The options of an operator: which there are, which of them the settings leave, and what each costs by itself.
 
+A product of x[m, k] and w[k, n] on an axis of two devices, with the rule "m k, k n -> m n", sizes that are even, and
+figures by which all of it takes 8 s on one device:
+
+    splits     x               w               result          seconds
+    m          Shard(0)        Broadcast       Shard(0)        4
+    n          Broadcast       Shard(1)        Shard(1)        4
+    k          Shard(1)        Shard(0)        Partial(sum)    4
+    nothing    Replicate       Replicate       Replicate       8
+
+On two axes there are 16 rows, each a choice for one axis with a choice for the other.
+
 All options of a call are columns of numbers, one row each: every choice of a factor, or of none, on every mesh axis.
 A new preference of the settings goes into `_preferred`, a new cost into `_work` or `_exchanges`.
 """

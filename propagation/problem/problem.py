@@ -1,5 +1,15 @@
 """The problem that every search takes, as data: vertices with options, edges with conversion costs.
 
+Three operators, x * 2 of 8 rows, y = relu, and a sum over the rows, on an axis of two devices, two options each:
+
+    vertex    option 0: whole on both    option 1: rows split       edge       whole to split    split to whole
+    mul       8 rows of work             4 rows of work             mul, relu  free: a slice     an all-gather
+    relu      8                          4                          relu, sum  free              an all-gather
+    sum       8                          4, a Partial(sum) left
+
+All split cost 12 rows of work and no conversion before the output, which takes an all-reduce of the sum; all whole 24.
+With mul split and the others whole it is 20 and an all-gather.
+
 A vertex is an input of the graph, an operator, an output, or a *hub*: the identity that stands after each
 tensor with several consumers, so that one conversion into it is paid once and the problem stays pairwise. An
 option of a vertex fixes the layouts of its operands and results; an edge prices the conversion between the

@@ -1,4 +1,8 @@
-"""Which parameters the backward reads, so that what is gathered of them is kept, or gathered again."""
+"""Which parameters the backward reads, so that what is gathered of them is kept, or gathered again.
+
+Of three operators, embedding(table, ids), linear(x, w, b) and y + e, the backward reads w, for the gradient of x. It
+reads none of table, b and e, which only take a gradient.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """dynamic_programming: the exact search, whose bound stands beside the plan of every mode.
 
+Three operators with two options each have three columns and two tables of 2 x 2, which are written out: 4 is proven by
+elimination. On four axes a table has a million entries and more, which are not.
+
 Where all costs may be written out they go to `optimum`, which eliminates. Where they are too many, options are left out
 before.
 """

@@ -1,4 +1,8 @@
-"""sharding_propagation: strategies spread from the annotations, each vertex taking what suits its neighbours."""
+"""sharding_propagation: strategies spread from the annotations, each vertex taking what suits its neighbours.
+
+Of three operators, x * 2, relu and a sum, with x annotated as split by rows: x * 2 takes rows split, since that
+converts nothing; then relu does, beside x * 2; then the sum, which leaves addends for the output to sum.
+"""
 
 from __future__ import annotations
 

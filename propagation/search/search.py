@@ -1,5 +1,8 @@
 """The one entry: `search`, and the table of search modes.
 
+Of the three operators of `minsum`'s page, from the first one: dynamic_programming finds 0, 0, 0 for 4 and proves it;
+sharding_propagation propagates to 1, 1, 0 for 6 and revisits to 0, 0, 0. Beside both stands the bound 4.
+
 A mode is a row of `SEARCHES`. Under every mode the exact search runs too, since its bound stands beside the plan.
 """
 

@@ -1,5 +1,9 @@
 """The search under a memory limit: how all is split, what is kept and what is computed again, as one decision.
 
+Say three plans of three operators: A costs 10 and holds 8 bytes, B 12 and 4, C 16 and 3; the limit is 4. At a price of
+0.5 A and B come to 10 + 4 = 12 + 2 = 14 and C to 17.5. So any plan within the limit costs at least 14 - 0.5 * 4 = 12:
+B, which costs 12, is proven.
+
 Without a limit in sight the strategies are those of the cheapest plan, and nothing is kept that costs nothing to have
 again. Where that does not fit, strategies and fates are searched for together, at a price of a byte.
 """
