@@ -20,10 +20,10 @@ from partway.placing import Placing
 from partway.propagation.capture.initialisers import holding, initial
 from partway.propagation.graph.graph import Graph
 from partway.propagation.ops.random_numbers import RandomNumbers
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.problem import Fallback, Settings
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.problem import Fallback, Settings
 from partway.propagation.search.search import SearchMode, search
 from partway.propagation.torch_internals import version_of
 from partway.runtime.step import CompiledStep

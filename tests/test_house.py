@@ -20,6 +20,7 @@ TESTS = Path(__file__).parent
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
+propagation/minsum/test_eliminate.py   propagation/minsum: found
 api/reuse/test_captures.py             propagation/plan: stored_graph
 runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
@@ -100,7 +101,7 @@ models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
 kits/ps/test_clusters.py                kits/ps: jobs live saving workers; kits/ps/service: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
-api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
+api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/problem: islands
 api/test_islands.py                    propagation/islands: flows island variance writing
 api/test_islands.py                    propagation/ops: by_hand islands; strategy: place
 """

@@ -12,7 +12,7 @@ from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import beside_losses, in_caches
 from partway.propagation.plan.plan import Plan
-from partway.propagation.search.problem import Allowed
+from partway.propagation.problem.problem import Allowed
 from partway.strategy import Annotation, Layout, Mesh, Problem, StrategyError, check_strategies
 from partway.strategy.errors import raise_problems
 from partway.strategy.layout import layout

@@ -30,10 +30,10 @@ from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.plan import Plan
+from partway.propagation.problem.problem import SearchProblem
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.program.step import Step
-from partway.propagation.search.problem import SearchProblem
 from partway.propagation.search.solution import Solution
 from partway.reuse.effects import Effects
 from partway.reuse.state import State

@@ -48,8 +48,8 @@ from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.alternatives import Alternatives, outcome
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import differences
+from partway.propagation.problem.formulate import warn_of_unknown
 from partway.propagation.program.local_program import LocalProgram
-from partway.propagation.search.formulate import warn_of_unknown
 from partway.propagation.torch_internals import bound_fake_results
 from partway.request import Request
 from partway.reuse.sizes import CallSizes, Captured

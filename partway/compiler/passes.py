@@ -35,6 +35,8 @@ from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.make import make_plan
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import follow, replay
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.problem import SearchProblem, Settings
 from partway.propagation.program.accumulate import Accumulation, accumulation
 from partway.propagation.program.apart import of_outputs
 from partway.propagation.program.derivative import differentiate_again
@@ -44,8 +46,6 @@ from partway.propagation.program.lower import lower
 from partway.propagation.program.precision import reduce_in_float32
 from partway.propagation.program.recompute import checkpointed, planned, recompute, within_others
 from partway.propagation.program.step import Step, scale_parameter_gradients
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.problem import SearchProblem, Settings
 from partway.propagation.search.search import SEARCHES, find, search
 from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Mesh, StrategyError

@@ -16,7 +16,7 @@ from dataclasses import replace
 from partway.compiler.passes import SEARCHING, Around, PlanDraft, applied, lowered, run
 from partway.compiler.replan_within_memory import program_of
 from partway.propagation.cost.cost import Level
-from partway.propagation.search.problem import Settings
+from partway.propagation.problem.problem import Settings
 from partway.propagation.search.solution import Ends
 
 PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of computing

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from partway.propagation.search.progress import listening
+from partway.propagation.minsum.progress import listening
 from partway.runtime.process import get_rank
 from partway.strategy import ContextError
 

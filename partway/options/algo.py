@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from partway.options.base import FrozenOptions
-from partway.propagation.search.problem import Recompute
+from partway.propagation.problem.problem import Recompute
 
 
 class AlgoParameters(FrozenOptions):

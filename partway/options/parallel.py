@@ -22,7 +22,7 @@ from partway.options.fields import (
 )
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.random_numbers import RandomNumbers
-from partway.propagation.search.problem import Fallback
+from partway.propagation.problem.problem import Fallback
 from partway.propagation.search.search import SearchMode
 from partway.runtime.loaded import Backend
 from partway.strategy.errors import StrategyError

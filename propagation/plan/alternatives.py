@@ -26,17 +26,17 @@ from ..cost.conversion import ConversionTable
 from ..graph.nodes import operands, source_of
 from ..graph.port import Port
 from ..graph.queries import beside_losses
+from ..memory.keeping import seconds_again
 from ..ops.islands import island, island_of
+from ..problem.formulate import formulate
+from ..problem.problem import SearchProblem, Vertex
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
 from ..search.exact import dynamic_programming
-from ..search.formulate import formulate
-from ..search.keeping import seconds_again
-from ..search.memory import trade_offs
-from ..search.problem import SearchProblem, Vertex
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
+from ..search.within_memory import trade_offs
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
 SAME = 1e-9  # costs whose relative difference is less are the same

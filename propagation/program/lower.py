@@ -40,12 +40,12 @@ from ..graph.port import Port, Role
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
 from ..islands.writing import IslandConversion, written
+from ..memory.keeping import Fate, Keeping
 from ..ops.collectives import constrain, convert
 from ..ops.islands import island, island_of
+from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
-from ..search.keeping import Fate, Keeping
-from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
 
 _slice = torch.ops.aten.slice.Tensor

@@ -17,7 +17,7 @@ from torch import nn
 
 import partway as pw
 from partway.compiler import planning_log as told
-from partway.propagation.search.progress import listening, tell
+from partway.propagation.minsum.progress import listening, tell
 
 SCRIPT = """
 import importlib, sys

@@ -24,7 +24,7 @@ from partway.compiler import passes
 from partway.compiler.passes import PLANNING, STEP
 from partway.graphs import record
 from partway.propagation.plan.plan import Plan
-from partway.propagation.search.problem import SearchProblem
+from partway.propagation.problem.problem import SearchProblem
 
 RANK = Path("rank_0")
 

@@ -23,10 +23,10 @@ from partway.propagation.plan.alternatives import (
     without_annotations,
     without_collective,
 )
+from partway.propagation.problem.numbers import costs_of
 from partway.propagation.program.collective import collectives_of
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.network import costs_of
 from partway.propagation.search.search import SearchMode
 from partway.strategy import Layout, Shard, StrategyError
 from partway.strategy.units import human
