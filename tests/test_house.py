@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiers
 from sources import sources, tree_of
 
 TESTS = Path(__file__).parent
@@ -186,6 +187,20 @@ def undocumented(path: Path) -> Iterator[str]:
 
 def test_all_that_is_public_has_a_docstring() -> None:
     assert [f"{module}: {name}" for module, path in MODULES.items() for name in undocumented(path)] == []
+
+
+def test_what_is_long_is_there() -> None:
+    """A test of another name would be in `make test` again, unnoticed."""
+    tests = {name.partition("[")[0] for name in tiers.long()}
+    files = {name.partition("::")[0] for name in tests}
+    there = {
+        f"{file}::{node.name}"
+        for file in files
+        if (TESTS.parent / file).exists()
+        for node in tree_of(TESTS.parent / file).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert sorted(tests - there) == []
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
