@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         transform_checkpoint_by_rank,
         transform_checkpoints,
     )
+    from partway.checkpoints.resume import Resume
     from partway.checkpoints.saving import save
     from partway.compiler.compiled import Compiled
     from partway.context import (
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from partway.propagation.plan.plan import Plan
     from partway.ps.context import set_ps_context
     from partway.ps.marks import set_param_ps
-    from partway.resume import Resume
     from partway.runtime.process import init, shutdown
     from partway.runtime.record import record_collectives
     from partway.sharding import compile, shard
@@ -106,7 +106,7 @@ _HOMES = {
     "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
     "ps.marks": "set_param_ps",
-    "resume": "Resume",
+    "checkpoints.resume": "Resume",
     "runtime.process": "init shutdown",
     "runtime.record": "record_collectives",
     "ps.context": "set_ps_context",

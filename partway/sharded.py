@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -27,9 +27,6 @@ from partway.runtime.process import get_rank, launched
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
 from partway.strategy.kits import Door
-
-if TYPE_CHECKING:
-    from partway.checkpoints.per_rank import WeightLayout
 
 _log = logging.getLogger("partway")
 
@@ -116,12 +113,10 @@ class ShardedModule:
         """
         return attached_engine(self).prepare(args, kwargs)
 
-    def infer_predict_layout(self, *predict_data: Any) -> dict[str, WeightLayout]:
+    def infer_predict_layout(self, *predict_data: Any) -> dict[str, Any]:
         """How a plan for inference on `predict_data` splits each weight: see `partway.infer_predict_layout`."""
-        from partway.checkpoints.per_rank import infer_predict_layout
-
-        module: Any = self
-        return infer_predict_layout(module, *predict_data)
+        layouts: dict[str, Any] = Door.PREDICT_LAYOUT(self, *predict_data)  # WeightLayouts
+        return layouts
 
     @property
     def plan(self) -> Plan:
@@ -205,9 +200,8 @@ def _saves_pretrained(cls: Any) -> Callable[..., Any]:
             return cls.save_pretrained(self, save_directory, **options)
         if any(base.__name__ == "PeftModel" for base in cls.__mro__):
             return Door.SAVE_ADAPTER(self, save_directory, **options)
-        from partway.checkpoints import pretrained
-
-        return pretrained.save_pretrained(self, functools.partial(cls.save_pretrained, self), save_directory, options)
+        save = functools.partial(cls.save_pretrained, self)
+        return Door.SAVE_PRETRAINED(self, save, save_directory, options)
 
     return save_pretrained
 

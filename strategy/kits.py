@@ -16,6 +16,8 @@ class Door(StrEnum):
     PLAN_PAGE = "show.pages:plan_page"
     PLAN_CELL = "show.page.document:compact"
     JOIN_SERVERS = "ps.service.settings:join"
+    PREDICT_LAYOUT = "checkpoints.per_rank:infer_predict_layout"
+    SAVE_PRETRAINED = "checkpoints.pretrained:save_pretrained"
     SAVE_ADAPTER = "integrations.peft:save_pretrained"
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -32,11 +32,11 @@ api/test_context.py                    partway/options: algo base fields in_forc
 ecosystem/test_one_behaviour.py        partway: state_dicts
 ecosystem/test_around.py               runtime: split_operators
 kits/operator/test_kubernetes_outages.py   kits/operator: lease
-ecosystem/test_resume.py               partway: resume
-ecosystem/test_checkpoints.py          partway/checkpoints: contents manifest progress ranks
-ecosystem/test_pretrained.py           partway/checkpoints: pretrained
+kits/checkpoints/test_resume.py               partway: resume
+kits/checkpoints/test_checkpoints.py          kits/checkpoints: contents manifest progress ranks
+kits/checkpoints/test_pretrained.py           kits/checkpoints: pretrained
 kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
-ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
+kits/checkpoints/test_inference_layouts.py    kits/checkpoints: per_rank rank_files
 api/compiler/test_driver.py            partway/compiler: capture_call compiled plan_inputs
 api/compiler/test_driver.py            partway/annotations: annotate
 api/graphs/test_saving.py              partway/graphs: record; propagation/graph: printer

@@ -67,13 +67,13 @@ ALLOWED = {
     ("partway/named.py", "import_module", 1): "a module that a person names on the command line, as for `python -m`",
     ("partway/named.py", "exec_module", 1): "a file that a person names on the command line, as for `python FILE`",
     (
-        "partway/checkpoints/contents.py",
+        "kits/checkpoints/contents.py",
         "torch.load",
         1,
     ): "with weights_only=True: tensors and plain values",
-    ("partway/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
+    ("kits/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
     (
-        "partway/checkpoints/ranks.py",
+        "kits/checkpoints/ranks.py",
         "objects between ranks",
         1,
     ): "pickled by another process of the same job, for this one",

@@ -223,22 +223,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         (
             "a rank whose process is gone is not waited for",
             "not is_alive(int(process))", "False",
-            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
             "a meeting ends where rank 0, who is to say how it went, has ended",
             "(left > 0 and not self._has_ended(0))", "left > 0",
-            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
             "a wait ends where it is for a rank that has ended",
             "if any(doing.mark == ENDED for doing in last.values()):", "if False:",
-            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
             "a wait within PyTorch ends where a rank has ended",
             "[rank for rank in self._others() if self._has_ended(rank)]", "[]",
-            "ecosystem/test_killed_ranks.py::test_a_rank_that_ends_while_the_ranks_connect_is_named_before_the_timeout",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_that_ends_while_the_ranks_connect_is_named_before_the_timeout",
         ),
         (
             "ranks that wait for each other in two collectives are told",
@@ -533,7 +533,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "Checkpoints are whole and of all ranks": (
         *of_file(
-            "partway/checkpoints/saving.py",
+            "kits/checkpoints/saving.py",
             (
                 "what ranks do not hold alike is not saved",
                 "if found := differing(", "if found := [] and differing(",
@@ -547,7 +547,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "ranks save into the same folder",
                 'agree(f"save a checkpoint in {folder}", facts)', "pass",
-                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+                "kits/checkpoints/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
@@ -564,60 +564,60 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/checkpoints/ranks.py",
+            "kits/checkpoints/ranks.py",
             (
                 "what failed on one rank while it saves or loads is an error on all",
                 'if text), None)', "if False), None)",
-                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+                "kits/checkpoints/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
-            "partway/checkpoints/folder.py",
+            "kits/checkpoints/folder.py",
             (
                 "one job at a time saves into a folder",
                 "if not ours:", "if False:",
-                "api/checkpoints/test_saving.py::test_two_jobs_that_save_into_one_folder_at_once_are_told",
+                "kits/checkpoints/test_saving.py::test_two_jobs_that_save_into_one_folder_at_once_are_told",
             ),
         ),
         *of_file(
-            "partway/checkpoints/loading.py",
+            "kits/checkpoints/loading.py",
             (
                 "files have the sizes that they had",
                 "if file.stat().st_size != size:", "if False:",
-                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+                "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
             ),
             (
                 "the content of files is what it was",
                 "if zlib.crc32((path / name).read_bytes()) != checksum:", "if False:",
-                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+                "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
             ),
             (
                 "the values of tensors are what they were",
                 "if checksum_of(checkpoint.path, place, slices, report) != checksum:", "if False:",
-                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+                "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
             ),
             (
                 "an optimizer has the groups that it had",
                 "if [*map(set, groups)] != [*map(set, known)]:", "if False:",
-                "api/checkpoints/test_loading.py::test_an_optimizer_that_was_made_otherwise_is_refused",
+                "kits/checkpoints/test_loading.py::test_an_optimizer_that_was_made_otherwise_is_refused",
             ),
             (
                 "each rank gets back what it alone had",
                 "blobs |= {name: own[name] for name in differ}", "pass",
-                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+                "kits/checkpoints/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
-            "partway/checkpoints/manifest.py",
+            "kits/checkpoints/manifest.py",
             (
                 "a manifest is what it was",
                 "if manifest.checksum != _checksum_of(tree):", "if False:",
-                "api/checkpoints/test_loading.py::test_any_other_byte_is_found_by_the_file_that_it_is_in[partway.json]",
+                "kits/checkpoints/test_loading.py::test_any_other_byte_is_found_by_the_file_that_it_is_in[partway.json]",
             ),
             (
                 "all parts of a tensor were written",
                 "            if count:\n", "            if False:\n",
-                "api/checkpoints/test_loading.py::test_forged_parts_are_named",
+                "kits/checkpoints/test_loading.py::test_forged_parts_are_named",
             ),
         ),
     ),
@@ -865,42 +865,42 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "What was ended goes on as if it had not been": (
         *of_file(
-            "partway/resume.py",
+            "kits/checkpoints/resume.py",
             (
                 "random generators go on as they were",
                 "self._set_random(_named(found, _NOW))", "pass",
-                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-a generator]",
+                "kits/checkpoints/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-a generator]",
             ),
             (
                 "an epoch is begun again with the numbers of the first time",
                 "self._set_random(self._began)", "pass",
-                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
+                "kits/checkpoints/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
             ),
             (
                 "after that, random generators are as the checkpoint was",
                 "self._set_random(now)", "pass",
-                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
+                "kits/checkpoints/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
             ),
             (
                 "a loader that cannot go on within an epoch is refused",
                 "if sampler.replacement or", "if False and",
-                "ecosystem/test_resume.py::test_a_loader_that_cannot_go_on_within_an_epoch_is_named",
+                "kits/checkpoints/test_resume.py::test_a_loader_that_cannot_go_on_within_an_epoch_is_named",
             ),
             (
                 "a training that is asked to end saves, and ends",
                 "ends = self._ends()", "ends = False",
-                "ecosystem/test_resume.py::test_steps_go_on_in_one_process",
+                "kits/checkpoints/test_resume.py::test_steps_go_on_in_one_process",
             ),
             (
                 "all ranks end after the same step",
                 "and self.step >= int(store.get(_STOP))", "",
-                "ecosystem/test_resume.py::test_ranks_end_after_the_same_step_where_one_is_told_before_another_has_ended_"
+                "kits/checkpoints/test_resume.py::test_ranks_end_after_the_same_step_where_one_is_told_before_another_has_ended_"
                 "the_step_before",
             ),
             (
                 "every so many steps there is a checkpoint",
                 "or self.step % self.every == 0", "",
-                "ecosystem/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[raise-1]",
+                "kits/checkpoints/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[raise-1]",
             ),
         ),
         *of_file(

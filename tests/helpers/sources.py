@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 STAGES = ("strategy", "propagation", "fusion", "runtime")
-KITS = ("checking", "data", "doctor", "integrations", "measure", "operator", "ps", "show")
+KITS = ("checking", "checkpoints", "data", "doctor", "integrations", "measure", "operator", "ps", "show")
 
 
 @functools.cache

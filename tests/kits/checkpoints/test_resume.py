@@ -27,7 +27,7 @@ TRAIN = """
     import torch
     from torch import nn
     import partway as pw
-    from partway.resume import _STOP
+    from partway.checkpoints.resume import _STOP
     from partway.runtime.torch_internals import default_store
 
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
