@@ -24,7 +24,7 @@ SOURCES := $(shell find -L partway -name '*.py' -o -name '*.json') partway/py.ty
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test test-long test-kits check bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
+.PHONY: help demo quick test test-long test-kits check canaries bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make test         run the tests of the core that take about a second each'
 	@echo 'make test-long    run the others'
 	@echo 'make test-kits    run the tests of kits/'
+	@echo 'make canaries     make a fault of each class, and see that make test fails'
 	@echo 'make check        ruff, mypy --strict and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
 	@echo 'make conformance  run the slow tests, and the random ones with more examples'
@@ -67,6 +68,10 @@ test-long: $(STAMP)
 # The packages of kits/, which only import what the others have.
 test-kits: $(STAMP)
 	$(call pytest,-m "not slow and not gpu" tests/kits)
+
+# A fault of each class, one after another, and the test of `make test` that fails with it: about 10 minutes.
+canaries: $(STAMP)
+	$(BIN)/python tests/conformance/canaries.py
 
 conformance: $(STAMP) $(VENV)/.ray oldest
 	command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get install -y --no-install-recommends chromium; } || true

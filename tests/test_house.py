@@ -32,9 +32,7 @@ api/test_context.py                    partway/options: algo base fields in_forc
 ecosystem/test_one_behaviour.py        partway: state_dicts
 ecosystem/test_around.py               runtime: split_operators
 kits/operator/test_kubernetes_outages.py   kits/operator: lease
-kits/checkpoints/test_resume.py               partway: resume
 kits/checkpoints/test_checkpoints.py          kits/checkpoints: contents manifest progress ranks
-kits/checkpoints/test_pretrained.py           kits/checkpoints: pretrained
 kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
 kits/checkpoints/test_inference_layouts.py    kits/checkpoints: per_rank rank_files
 api/compiler/test_driver.py            partway/compiler: capture_call compiled plan_inputs

@@ -996,9 +996,10 @@ def copied() -> Iterator[Path]:
         yield tree
 
 
-def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Run tests in a copy. What pytest ends with, and what it says."""
+def run(tree: Path, tests: Sequence[str], only: str = "") -> tuple[int, str]:
+    """Run tests in a copy, those with the markers `only`. What pytest ends with, and what it says."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout", str(SECONDS), "-p", "no:cacheprovider", *tests]
+    command += ["-m", only] if only else []
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PARTWAY_CACHE": "0"}
     ended = subprocess.run(
         command, cwd=tree, env=environment, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -1006,8 +1007,9 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def fails_without(tree: Path, row: Mutation) -> str:
-    """Take a mechanism out of a copy, run its test, and put it back. "" if the test fails, else what happened."""
+def fails_without(tree: Path, row: Mutation, only: str = "") -> str:
+    """Take a mechanism out of a copy, run its test, and put it back. "" if the test fails, else what happened. `only`:
+    the markers that the test has to have."""
     stage, _, inside = row.file.partition("/")
     path = tree / "partway" / (stage if stage in STAGES else "") / inside
     before = path.read_text(encoding="utf-8")
@@ -1015,7 +1017,7 @@ def fails_without(tree: Path, row: Mutation) -> str:
     try:
         path.write_text(without, encoding="utf-8")
         shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # which goes by seconds
-        status, said = run(tree, [row.test])
+        status, said = run(tree, [row.test], only)
     finally:
         path.write_text(before, encoding="utf-8")
         shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)

@@ -1,0 +1,257 @@
+"""One fault of each class that `make test` must not be blind to, with a test of it that fails.
+
+    make canaries                                        runs all of them, in some minutes
+    python tests/conformance/canaries.py runtime/ledger.py     those of the files that are named
+
+`make test` leaves out what is long (tests/helpers/tiers.py), so that it may come to miss what the whole of the tests
+would not. Each row of CANARIES is a fault that somebody could make: in a copy of Partway a text is replaced. The test
+that it names has to be one of `make test` (or `make test-kits`), to pass in the copy as it is, and to fail with the
+fault. Where it has become long, another one has to take its place, or it is kept: a line of `KEPT` in tiers.py.
+
+The classes are those of a whole compiler, one row each; mutations.py has each mechanism against wrong numbers in
+silence by itself, and what its tests take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from mutations import PASSED, Mutation, copied, fails_without, run
+
+TIER = "not long and not slow and not gpu"  # the markers of the tests that `make test` runs
+
+_ROWS: tuple[tuple[str, str, str, str, str], ...] = (
+    (
+        "the gradient of a conversion is converted in the wrong direction",
+        "strategy/placement.py",
+        "return dual(target), dual(source)", "return dual(source), dual(target)",
+        "strategy/test_placement.py::test_each_conversion_and_its_transpose_keep_what_a_stack_means",
+    ),
+    (
+        "the gradient of a parameter that is replicated is not added up over the ranks",
+        "strategy/placement.py",
+        "        case Broadcast():\n            return PARTIAL",
+        "        case Broadcast():\n            return REPLICATE",
+        "propagation/program/test_differentiate.py::test_each_copy_has_its_own_conversions",
+    ),
+    (
+        "an operator's row in the table of rules reduces in the wrong way",
+        "propagation/rules/reductions.py",
+        'reduce_by="max" if largest else "sum"', 'reduce_by="sum"',
+        "propagation/rules/test_reductions.py::test_a_split_map_is_never_gathered[logsumexp of dims]",
+    ),
+    (
+        "a rule lets a call be split where its parts are not those of the result",
+        "propagation/rules/shapes.py",
+        "local=with_local_shape(1), even=begun", "local=with_local_shape(1)",
+        "propagation/rules/test_uneven.py::test_a_factor_that_begins_a_dim_is_cut_evenly",
+    ),
+    (
+        "a mean divides by what a rank has and not by what there is in all",
+        "propagation/rules/reductions.py",
+        "    aten.var_mean.dim: _expand_var_mean,\n}",
+        "    aten.var_mean.dim: _expand_var_mean,\n}\nfor _mean in (aten.mean.default, aten.mean.dim):\n"
+        "    del EXPANSIONS[_mean]\n    ROWS[_mean] = _reduction_rule",
+        "propagation/rules/test_reductions.py::test_a_mean_is_a_sum_over_the_global_count",
+    ),
+    (
+        "the padding of an uneven slice is counted",
+        "propagation/rules/rule.py",
+        '-math.inf if rule.reduce_by == "max" else 0.0', "None",
+        "propagation/rules/test_uneven.py::test_all_operators_of_a_chain_on_short_slices_at_once",
+    ),
+    (
+        "the halo of a convolution begins in the wrong place",
+        "propagation/rules/windows.py",
+        "return start * self.stride - self.before, (stop - 1)", "return start * self.stride, (stop - 1)",
+        "propagation/rules/test_convolution.py::test_a_split_image_gives_what_the_whole_one_does[convolution]",
+    ),
+    (
+        "the statistics of a batch norm are not those of all elements of a channel",
+        "propagation/rules/batch_norm.py",
+        "count, dtype = math.prod(shape(x)[d] for d in dims), wide", "count, dtype = shape(x)[0], wide",
+        "propagation/rules/test_batch_norm.py::test_batch_norm[True-options0-shape1]",
+    ),
+    (
+        "random numbers depend on how a tensor is split",
+        "propagation/ops/random_numbers.py",
+        "Cut.of_text(cut).spans[position][0]", "0",
+        "propagation/ops/test_random_numbers.py::test_every_part_of_any_cut_is_a_part_of_one_tensor",
+    ),
+    (
+        "a collective is priced by other bytes than it sends",
+        "propagation/ops/kinds.py",
+        "return 2 * _once(payload, n)", "return _once(payload, n)",
+        "propagation/cost/test_cost.py::test_a_ring_of_4_ranks",
+    ),
+    (
+        "computing has no price",
+        "propagation/cost/cost.py",
+        "np.maximum(computing, moved / profile.memory_bandwidth)", "moved / profile.memory_bandwidth",
+        "propagation/cost/test_cost.py::test_an_operator_is_bound_by_its_operations_or_by_its_memory",
+    ),
+    (
+        "the search finds a plan that is not the cheapest",
+        "propagation/minsum/eliminate.py",
+        "int(np.argmin(total))", "int(np.argmax(total))",
+        "propagation/minsum/test_eliminate.py::test_elimination_finds_the_optimum_and_proves_it",
+    ),
+    (
+        "the search goes beyond the memory limit",
+        "propagation/search/within_memory.py",
+        "if limit is None or first.peak <= limit:\n        return _solution", "if True:\n        return _solution",
+        "propagation/search/test_within_memory.py::test_every_search_keeps_to_the_limit[sharding_propagation]",
+    ),
+    (
+        "the search does not keep to annotations",
+        "propagation/problem/formulate.py",
+        "if name not in self.allowed:\n            return layouts", "if True:\n            return layouts",
+        "propagation/problem/test_formulate.py::"
+        "test_an_elementwise_operator_takes_the_layout_that_is_annotated_behind_it[placement0]",
+    ),
+    (
+        "an argument that cannot be is taken, here a dataset_strategy",
+        "strategy/validate.py",
+        "if len(split) > 1:", "if False:",
+        "strategy/test_validate.py::test_the_dataset_strategies_that_the_reference_excludes_are_rejected",
+    ),
+    (
+        "a message does not say what may have been meant",
+        "strategy/suggest.py",
+        "if matches else otherwise", "if False else otherwise",
+        "strategy/test_suggest.py::test_close_names_are_suggested",
+    ),
+    (
+        "lowering leaves a collective out",
+        "propagation/program/lower.py",
+        "if counts and self.settings.mesh.size(*step.axes) > 1:",
+        "if counts and kind(step.source, step.target) is not Kind.ALL_REDUCE:",
+        "propagation/program/test_lower.py::test_the_program_of_a_megatron_mlp",
+    ),
+    (
+        "the gradients of a value that is read twice are not added up",
+        "propagation/program/differentiate.py",
+        "add(gradients[node], gradient) if node in gradients else gradient", "gradient",
+        "propagation/program/test_differentiate.py::test_a_step_computes_what_autograd_does[tied-]",
+    ),
+    (
+        "second derivatives are placed as first ones",
+        "strategy/placement.py",
+        "return BROADCAST if placement == PARTIAL else dual(placement)", "return dual(placement)",
+        "models/test_second_derivatives.py::test_uses_are_those_of_one_device[penalty-tensor]",
+    ),
+    (
+        "collectives of several dtypes are made one",
+        "fusion/members.py",
+        "return self.axes, self.source, self.target, self.dtype",
+        "return self.axes, self.source, self.target, torch.float32",
+        "fusion/test_fuse.py::test_other_dtypes_axes_and_targets_do_not_share_a_collective",
+    ),
+    (
+        "a group of collectives runs before one of its members is there",
+        "fusion/cycles.py",
+        "if piece and _independent(piece, position, before):", "if piece:",
+        "fusion/test_cycles.py::test_member_that_needs_another_of_its_group_starts_a_new_piece",
+    ),
+    (
+        "simulated ranks reduce in the wrong way",
+        "runtime/meetings.py",
+        "torch.maximum if self._c.source == PARTIAL_MAX else torch.add", "torch.maximum",
+        "runtime/test_simulate.py::test_a_conversion_keeps_the_value_of_the_whole",
+    ),
+    (
+        "gloo's ranks reduce in the wrong way",
+        "runtime/issue.py",
+        "dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM", "dist.ReduceOp.SUM",
+        "runtime/test_execute.py::test_a_group_of_conversions_is_one_collective_with_the_results_of_each[2]",
+    ),
+    (
+        "a result is read before the collective that makes it has been waited for",
+        "runtime/issue.py",
+        "work.wait()", "pass",
+        "runtime/test_execute.py::test_a_group_of_conversions_is_one_collective_with_the_results_of_each[2]",
+    ),
+    (
+        "what an optimizer keeps of a split parameter is not split with it",
+        "runtime/optimizers.py",
+        "_placed(state, new) if placed else state", "state",
+        "runtime/test_optimizers.py::"
+        "test_an_optimizer_with_states_made_before_shard_or_the_first_call_trains_like_that_of_one_device",
+    ),
+    (
+        "ranks follow a plan without having agreed",
+        "runtime/agreement.py",
+        "if any(each", "if False and any(each",
+        "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+    ),
+    (
+        "what ranks ran is not compared afterwards",
+        "runtime/ledger.py",
+        "if theirs != ours:", "if False:",
+        "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
+    ),
+    (
+        "a plan is used although what the function reads has changed",
+        "partway/reuse/guard.py",
+        "            and self._state.holds()\n", "",
+        "api/test_guard.py::test_a_module_that_was_replaced_is_used",
+    ),
+    (
+        "a plan is used for a call of another kind, here of another dtype",
+        "partway/reuse/guard.py",
+        "        and tensor.dtype is dtype\n", "",
+        "api/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
+    ),
+    (
+        "a plan is read from disk that was made with other options",
+        "partway/compiler/cache.py",
+        "*text_of_graph(graph), *map(repr, content))", "*text_of_graph(graph))",
+        "models/test_cache.py::test_other_content_is_planned_anew[mesh]",
+    ),
+    (
+        "a saved plan is not followed",
+        "propagation/plan/replay.py",
+        "choice.append(int(rows[0]) if len(rows) else 0)", "choice.append(0)",
+        "models/test_given_plans.py::test_the_same_program_and_the_same_numbers_without_a_search[mlp]",
+    ),
+    (
+        "a checkpoint that is damaged is loaded",
+        "kits/checkpoints/loading.py",
+        "if zlib.crc32((path / name).read_bytes()) != checksum:", "if False:",
+        "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+    ),
+    (
+        "hooks are not called",
+        "propagation/capture/module_hooks.py",
+        "answer = call(*seen)", "answer = None",
+        "models/test_hooks.py::test_a_hook_sees_what_it_would_on_one_device",
+    ),
+)  # fmt: skip
+CANARIES = tuple(Mutation(words, file, text, by, f"tests/{test}") for words, file, text, by, test in _ROWS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ledger.py; none: all")
+    files = parser.parse_args().files
+    rows = [row for row in CANARIES if not files or row.file in files]
+    missed = 0
+    with copied() as tree:
+        status, said = run(tree, list(dict.fromkeys(row.test for row in rows)), TIER)
+        if status != PASSED:
+            sys.exit(f"the tests do not pass as it is:\n{said[-4000:]}")
+        for row in rows:
+            began = time.monotonic()
+            problem = fails_without(tree, row, TIER)
+            missed += bool(problem)
+            found = f"NOT CAUGHT by {row.test}: {problem}" if problem else f"caught by {row.test}"
+            sys.stdout.write(f"{row.words}: {found} ({time.monotonic() - began:.0f} s)\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(rows) - missed} of {len(rows)} were caught\n")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
