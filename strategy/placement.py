@@ -18,6 +18,7 @@ Replicate → Broadcast and Partial → Replicate.)
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -95,13 +96,12 @@ class Kind(StrEnum):
     KEEP = "keep"  # rank 0 keeps the value, the others hold zeros: addends of it
     NOTHING = "nothing"  # only the meaning changes
 
-    @property
-    def communicates(self) -> bool:
-        """Whether it is a collective."""
-        return self not in LOCAL
+    communicates: bool  # whether it is a collective
 
 
 LOCAL = frozenset({Kind.SLICE, Kind.PAD, Kind.KEEP, Kind.NOTHING})
+for _each in Kind:
+    _each.communicates = _each not in LOCAL  # read for each conversion of each option
 
 # (from, to) by type. Only the forward kind is written: `transpose` derives the backward from the duals.
 _KINDS: dict[tuple[type, type], Kind] = {
@@ -163,6 +163,7 @@ def converts(source: Placement, target: Placement) -> bool:
     return _kind(source, target) is not None
 
 
+@functools.lru_cache(maxsize=4096)
 def _kind(source: Placement, target: Placement) -> Kind | None:
     if source == target:
         return Kind.NOTHING
@@ -181,6 +182,7 @@ def transpose(source: Placement, target: Placement) -> tuple[Placement, Placemen
     return dual(target), dual(source)
 
 
+@functools.lru_cache(maxsize=4096)
 def placement_from_code(code: str) -> Placement:
     """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P", "Pmax"; in programs also "S1|28/8". Raises
     StrategyError for other texts."""
