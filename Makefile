@@ -51,7 +51,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 # For every save: each stage's planning by its cheapest files, and a few runs on simulated ranks.
-QUICK := $(addprefix tests/,strategy fusion $(addprefix propagation/,minsum problem memory search cost) runtime/test_simulate.py models/test_numbers.py)
+QUICK := $(addprefix tests/,strategy fusion $(addprefix propagation/,minsum problem memory search cost) runtime/executors/test_simulate.py models/test_numbers.py)
 
 quick: $(STAMP)
 	$(call pytest,-m "not slow and not gpu and not gloo" --hypothesis-profile dev $(QUICK))

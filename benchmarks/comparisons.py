@@ -33,8 +33,8 @@ from torch.multiprocessing.spawn import spawn
 
 import partway as pw
 from partway.measure.workloads import Workload, gpt2, resnet50
-from partway.runtime.ledger import Ledger
-from partway.runtime.watch import watch
+from partway.runtime.ranks.ledger import Ledger
+from partway.runtime.ranks.watch import watch
 
 BAR, WARM = 1.01, 2
 WORKS = {"gpt2": lambda: gpt2(4, 128), "resnet50": lambda: resnet50(160)}

@@ -52,7 +52,7 @@ from transformers import (
 import partway as pw
 from partway.measure.contenders import one_rank
 from partway.measure.workloads import ResNet50, UNet
-from partway.runtime.peak import moments
+from partway.runtime.executors.peak import moments
 
 MB = 1e6
 PREDICTION_BAR = 0.05  # of what is measured

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.propagation.ops.random_numbers import RandomNumbers, draw, keys
-from partway.runtime.process import get_group_size, get_rank, init, launched, shutdown
+from partway.runtime.launching.process import get_group_size, get_rank, init, launched, shutdown
 from partway.strategy.cut import Cut
 
 ELEMENTS, P = 2**24, 0.9

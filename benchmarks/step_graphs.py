@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from partway.propagation.graph.port import Role
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
 from partway.propagation.ops.indexing import position
-from partway.runtime.parameters import gradient_of
+from partway.runtime.code.strides import is_loose
 from partway.runtime.step import without_saved
-from partway.runtime.strides import is_loose
+from partway.runtime.tensors.parameters import gradient_of
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind, Shard, placement_from_code
 

@@ -4,7 +4,7 @@ There are two lanes. Operators run on the compute lane in the order of the graph
 stands, on the communication lane, where collectives follow one another; one that has queued waits for less. While both
 lanes run they may slow each other down, as far as the profile says: on a CPU they share its cores. An operator that
 reads the result of a collective waits for it, and what stands behind that operator waits too. This is how a rank runs
-its graph (`runtime/execute.py`). The backward starts when all of the forward has ended.
+its graph (`runtime/executors/execute.py`). The backward starts when all of the forward has ended.
 
 Operators take what `propagation/cost/cost.py` says, with PyTorch's formulas for the FLOPs of matrix products,
 convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless the profile
@@ -358,7 +358,7 @@ class Meter:
 
     def _copying(self, node: fx.Node, before: Placement, after: Placement) -> float:
         """What it takes to copy the pieces of a collective that do not lie one after the other: into one buffer before
-        it, or out of one after it (`runtime/issue.py`). By a profile without measured operators nothing."""
+        it, or out of one after it (`runtime/executors/issue.py`). By a profile without measured operators nothing."""
         rates = self.profile.rates_of(str(aten.clone.default))
         if rates is None:
             return 0.0

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from partway.propagation.plan.plan import Plan
     from partway.ps.context import set_ps_context
     from partway.ps.marks import set_param_ps
-    from partway.runtime.process import init, shutdown
-    from partway.runtime.record import record_collectives
+    from partway.runtime.code.record import record_collectives
+    from partway.runtime.launching.process import init, shutdown
     from partway.sharding import compile, shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.show.timeline import record_timeline
@@ -107,8 +107,8 @@ _HOMES = {
     "propagation.plan.plan": "Plan",
     "ps.marks": "set_param_ps",
     "checkpoints.resume": "Resume",
-    "runtime.process": "init shutdown",
-    "runtime.record": "record_collectives",
+    "runtime.launching.process": "init shutdown",
+    "runtime.code.record": "record_collectives",
     "ps.context": "set_ps_context",
     "sharding": "compile shard",
     "show.sharding": "ShardingPicture visualize_sharding",

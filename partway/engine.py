@@ -51,9 +51,9 @@ from partway.reuse.numbers import Numbers
 from partway.reuse.replanning import Signature, note_replanning
 from partway.reuse.sizes import CallSizes, Sizes
 from partway.runner import Runner
-from partway.runtime.process import launched
+from partway.runtime.executors.waiting import Waiting
+from partway.runtime.launching.process import launched
 from partway.runtime.torch_internals import forward_level
-from partway.runtime.waiting import Waiting
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
@@ -182,7 +182,7 @@ class Engine:
             _log.warning("%s is transformed (torch.func, forward_ad): these calls run whole, not split", name)
         if not launched() or not isinstance(self.fn, torch.nn.Module):
             return original(*args, **kwargs)
-        from partway.runtime.transformed import whole_parameters
+        from partway.runtime.tensors.transformed import whole_parameters
 
         with whole_parameters(self.fn):
             return original(*args, **kwargs)

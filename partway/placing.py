@@ -25,13 +25,13 @@ from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
 from partway.rank_facts import SEED, asked, draws, modes, of_plan, options, versions
 from partway.request import Request
-from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
-from partway.runtime.ledger import checksum
-from partway.runtime.loaded import Executor
-from partway.runtime.one_device import OneDevice
-from partway.runtime.parameters import hold
-from partway.runtime.process import get_group_size, get_rank, init, launched
-from partway.runtime.simulate import Simulator
+from partway.runtime.code.loaded import Executor
+from partway.runtime.executors.one_device import OneDevice
+from partway.runtime.executors.simulate import Simulator
+from partway.runtime.launching.process import get_group_size, get_rank, init, launched
+from partway.runtime.ranks.agreement import Fact, agree, agreement, facts_of, gathered
+from partway.runtime.ranks.ledger import checksum
+from partway.runtime.tensors.parameters import hold
 from partway.state_dicts import follow_layouts
 from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, raise_problems
 
@@ -174,7 +174,7 @@ class Simulated:
 
 class Launched:
     """One rank of a process group. Parameters and results that are split are DTensors that mean what they mean on one
-    device (`runtime/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are
+    device (`tensors/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are
     whole on every rank (or, where the dataset_strategy says so, this rank's part); results are plain where they are
     whole."""
 
@@ -186,7 +186,7 @@ class Launched:
         return get_group_size()
 
     def executor(self, mesh: Mesh) -> Executor:
-        from partway.runtime.execute import Worker
+        from partway.runtime.executors.execute import Worker
 
         return Worker(mesh)
 
@@ -195,9 +195,9 @@ class Launched:
         stay; the first plan splits them in place."""
         from torch.distributed.tensor import DTensor
 
-        from partway.runtime.execute import broadcast
-        from partway.runtime.parameters import distribute
+        from partway.runtime.executors.execute import broadcast
         from partway.runtime.random_state import generators, share_generators
+        from partway.runtime.tensors.parameters import distribute
         from partway.strategy.torch_mesh import check_ranks
 
         with agreement(f"shard {name_of(module)}") as facts:
@@ -221,7 +221,7 @@ class Launched:
         follow_layouts(module)
 
     def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
-        from partway.runtime.parameters import distribute
+        from partway.runtime.tensors.parameters import distribute
 
         named = dict(module.named_parameters(remove_duplicate=False))
         # functional_call gives plain tensors for one call: these are not the module's
@@ -233,7 +233,7 @@ class Launched:
         return tuple(added)
 
     def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
-        from partway.runtime.own_parts import Parts
+        from partway.runtime.tensors.own_parts import Parts
 
         call, context = first.call, first.context
         if not context.gives_parts:
@@ -260,7 +260,7 @@ class Launched:
         return replace(call, tensors=tuple(tensors), parts=tuple(every))
 
     def any_rank(self, flag: bool, fn: Any) -> bool:
-        from partway.runtime.own_parts import any_rank
+        from partway.runtime.tensors.own_parts import any_rank
 
         return any_rank(flag, f"comparing the shapes of the parts of a call of {name_of(fn)}")
 
@@ -280,7 +280,7 @@ class Launched:
         return args, kwargs
 
     def memory(self, first: FirstCall) -> float | None:
-        from partway.runtime.device_memory import memory_of_a_rank
+        from partway.runtime.ranks.device_memory import memory_of_a_rank
 
         if first.context.device_profile is not None:
             return None
@@ -288,7 +288,7 @@ class Launched:
         return memory_of_a_rank(kind) if kind in ("cpu", "cuda") else None
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
-        from partway.runtime.execute import process_group
+        from partway.runtime.executors.execute import process_group
         from partway.runtime.random_state import generators
 
         with agreement(f"follow the plan of a call of {name_of(first.fn)}") as facts:
@@ -309,9 +309,9 @@ class Launched:
         return result
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
-        from partway.runtime.ledger import WriteCounts
-        from partway.runtime.replicas import in_turn, note
-        from partway.runtime.watch import watch
+        from partway.runtime.ranks.ledger import WriteCounts
+        from partway.runtime.ranks.replicas import in_turn, note
+        from partway.runtime.ranks.watch import watch
 
         ranks, written, name, calls = watch(), WriteCounts(), name_of(fn), itertools.count(1)
         where = f"a call of {name}"
@@ -339,7 +339,7 @@ class Launched:
         return observe
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
-        from partway.runtime.parameters import redistribute
+        from partway.runtime.tensors.parameters import redistribute
 
         redistribute(module, layouts)
 
@@ -354,8 +354,8 @@ class Launched:
         return whole(tensor)
 
     def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
-        from partway.runtime.own_parts import places_of, recut
-        from partway.runtime.parameters import placed_part
+        from partway.runtime.tensors.own_parts import places_of, recut
+        from partway.runtime.tensors.parameters import placed_part
 
         layout, shape = placed.layout, tuple(placed.shape)
         if parts is not None and (held := parts.places(layout)) != places_of(layout, shape):
@@ -363,8 +363,8 @@ class Launched:
         return functools.partial(placed_part, layout=layout, whole=parts is None)
 
     def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
-        from partway.runtime.execute import device_mesh
-        from partway.runtime.parameters import as_dtensor
+        from partway.runtime.executors.execute import device_mesh
+        from partway.runtime.tensors.parameters import as_dtensor
 
         layout = placed.layout
         if all(isinstance(p, Replicate) for p in layout.placements):
@@ -372,10 +372,10 @@ class Launched:
         return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
     def write(self, placed: PlacedPort, parts: Any, given: Any, result: Tensor) -> None:
-        from partway.runtime.execute import device_mesh
-        from partway.runtime.own_parts import places_of, recut
-        from partway.runtime.parameters import as_dtensor
-        from partway.runtime.split_tensor import SplitTensor
+        from partway.runtime.executors.execute import device_mesh
+        from partway.runtime.tensors.own_parts import places_of, recut
+        from partway.runtime.tensors.parameters import as_dtensor
+        from partway.runtime.tensors.split_tensor import SplitTensor
         from partway.runtime.torch_internals import spec_of
 
         if result is given:  # written where it lies
@@ -434,7 +434,7 @@ def _check_parts(call: Call, compiled: Compiled) -> None:
 
 def _ledger_of_part(layout: Layout) -> Any:
     """The ledger of the ranks that share this rank's part under `layout`; None where none does."""
-    from partway.runtime.replicas import ledger_of
+    from partway.runtime.ranks.replicas import ledger_of
 
     axes = tuple(axis for axis in layout.mesh.axes if axis not in layout.split_axes)
     ranks = tuple(layout.mesh.group(get_rank(), *axes)) if axes else ()
@@ -445,7 +445,7 @@ def _alike(result: Tensor, where: str) -> Tensor:
     """A result that is whole on every rank. All have to go on with it alike, and none with labels of its own: its
     gradient is compared."""
     if result.requires_grad:
-        from partway.runtime.watch import watch
+        from partway.runtime.ranks.watch import watch
 
         result.register_hook(lambda gradient: watch().came_back(gradient, where))
     return result

@@ -16,7 +16,7 @@ from partway.options.parallel import ParallelContext
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.graph.printer import operators_in
 from partway.request import Request
-from partway.runtime.agreement import Fact, facts_of
+from partway.runtime.ranks.agreement import Fact, facts_of
 from partway.user_rules import rules
 
 _OWN = frozenset(  # a rank may have its own: what is at a path is compared, not the path

@@ -26,9 +26,9 @@ from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.program.step import Step
 from partway.propagation.torch_internals import buffers_in, parameters_in
 from partway.reuse.courses import MistakenError
+from partway.runtime.executors.waiting import Waiting
 from partway.runtime.random_state import Generators, put_back, states_of
 from partway.runtime.step import CompiledStep
-from partway.runtime.waiting import Waiting
 from partway.strategy import RuntimeStateError
 
 Source = Callable[[], Tensor]

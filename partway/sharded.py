@@ -23,7 +23,7 @@ from partway.propagation.capture.resting_hooks import rest_outside
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import COMPILED_CALL, compiled_call_of, forward_pre_hooks_in
-from partway.runtime.process import get_rank, launched
+from partway.runtime.launching.process import get_rank, launched
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
 from partway.strategy.kits import Door

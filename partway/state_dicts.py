@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from partway.dtensors import is_dtensor
 from partway.propagation.graph.structure import name_of
-from partway.runtime.agreement import agree, facts_of
+from partway.runtime.ranks.agreement import agree, facts_of
 from partway.strategy import RuntimeStateError
 
 _FIX = "load the same file on every rank"
@@ -32,7 +32,7 @@ def _lay_out(
 ) -> None:  # fmt: skip
     from torch.distributed.tensor import DTensor
 
-    from partway.runtime.split_tensor import SplitTensor, placed_like
+    from partway.runtime.tensors.split_tensor import SplitTensor, placed_like
 
     held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     given = {

@@ -3,37 +3,26 @@
 In come the graphs of a `Step` and the tensors of a call; out go its results, and gradients by autograd. Both executors
 run the same instructions, and tell `record_collectives` of the same collectives.
 
-    step.py             one call: forward, what is saved, backward. Its parts: loaded.py (a graph as a function, for an
-                        executor and a backend), waiting.py (gradients that wait), random_state.py, inductor.py
-    instructions.py     a graph as instructions (assemble.py, memory.py), and these as a Python function (functions.py)
-    simulate.py         all ranks in one process, by stretches.py; meetings.py: each kind of collective. Where there is
-                        one rank: one_device.py
-    execute.py          one rank of a process group; issue.py: each kind of collective
+    code/               a graph as a Python function
+    ranks/              what ranks know of each other
+    executors/          all ranks in one process, or one of a process group
+    tensors/            parameters and results that are split
+    launching/          what started this process, and how the processes meet
+    step.py             one call: forward, what is saved, backward; random_state.py
     by_hand.py          collectives that people call; groups.py: of which ranks
-    local_conversions.py, slices.py, strides.py     what a rank does to its own part
-    parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them
-    results.py          large results that stay split, and mix with plain tensors
-    weights.py          the weights in a state_dict, which say that they are split
-    ps/                 the parameter server
-    process.py          the processes and their meeting
-    launching/          what started this one; the scheduler and its workers; who is let in
-    gpus.py             which GPU a rank takes, and who may share one
-    watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py; over NCCL flights.py
-    record.py           what ran, and when
-    peak.py             how many bytes a rank holds while a step runs, from its text
 """
 
 from __future__ import annotations
 
-from .agreement import Fact, agree, agreement, facts_of
-from .execute import Worker, broadcast, device_mesh
-from .loaded import Executor
-from .parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
-from .process import get_group_size, get_local_rank, get_rank, init, launched, shutdown
+from .code.loaded import Executor
+from .code.record import Event, record_collectives, record_timeline
+from .executors.execute import Worker, broadcast, device_mesh
+from .executors.simulate import Simulator, join, split
+from .launching.process import get_group_size, get_local_rank, get_rank, init, launched, shutdown
 from .random_state import generators, share_generators
-from .record import Event, record_collectives, record_timeline
-from .simulate import Simulator, join, split
+from .ranks.agreement import Fact, agree, agreement, facts_of
 from .step import CompiledStep
+from .tensors.parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
 
 __all__ = [
     "CompiledStep",

@@ -22,12 +22,12 @@ from torch import Tensor
 from ..propagation.ops import by_hand
 from ..strategy.errors import RuntimeStateError
 from ..strategy.placement import PARTIAL, PARTIAL_MAX, REPLICATE, Kind, Placement, Shard, kind
+from .code.instructions import Relayout
+from .code.record import note
+from .executors.issue import ISSUERS, Scratch, Seat, as_bytes
 from .groups import ledger_name, place, process_group
-from .instructions import Relayout
-from .issue import ISSUERS, Scratch, Seat, as_bytes
-from .process import device_type
-from .record import note
-from .watch import failed_in, watch
+from .launching.process import device_type
+from .ranks.watch import failed_in, watch
 
 _scratch = Scratch()
 

@@ -19,10 +19,10 @@ from ..strategy.mesh import Mesh
 from ..strategy.place import WORLD_GROUPS, Members, Place
 from ..strategy.suggest import there_are
 from ..strategy.torch_mesh import check_ranks, new_group, own_group
-from .agreement import Fact, agreement
-from .process import launched
+from .launching.process import launched
+from .ranks.agreement import Fact, agreement
+from .ranks.watch import failed_in, watch
 from .torch_internals import process_group_named, timeout_of
-from .watch import failed_in, watch
 
 WORLD = "world"  # the axis of all ranks, where no mesh was set
 _OF_TORCH = "ProcessGroup "  # how the names of PyTorch's groups begin

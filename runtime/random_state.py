@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .process import device_type
+from .launching.process import device_type
 
 Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
 

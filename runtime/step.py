@@ -26,17 +26,17 @@ from ..propagation.program.local_program import LocalProgram, PlacedPort
 from ..propagation.program.step import Step, inputs_with_gradients, is_port
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
-from .batched import one_by_one
-from .instructions import AS_TRACED, InputsAs
-from .loaded import Backend, Backward, Executor, Loaded, Loader
-from .memory import memory_of
-from .parameters import gradient_of
+from .code.instructions import AS_TRACED, InputsAs
+from .code.loaded import Backend, Backward, Executor, Loaded, Loader
+from .code.memory import memory_of
+from .code.slices import Placed
+from .code.strides import Strides, is_loose, strides_of
+from .code.written import written_in_place
+from .executors.waiting import Accumulating, Reduces, Waiting, WaitingGradient
 from .random_state import drawing_again, states_of
-from .slices import Placed
-from .strides import Strides, is_loose, strides_of
+from .tensors.batched import one_by_one
+from .tensors.parameters import gradient_of
 from .torch_internals import as_object, is_view, local_part_of
-from .waiting import Accumulating, Reduces, Waiting, WaitingGradient
-from .written import written_in_place
 
 Wanted = tuple[bool, ...]
 

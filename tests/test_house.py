@@ -23,14 +23,16 @@ COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
 propagation/minsum/test_eliminate.py   propagation/minsum: found
 api/reuse/test_captures.py             propagation/plan: stored_graph
-runtime/test_step.py                   runtime: doing loaded random_state
-models/test_accumulation.py            runtime: waiting
+runtime/test_step.py                   runtime/ranks: doing
+runtime/test_step.py                   runtime/code: loaded
+runtime/test_step.py                   runtime: random_state
+models/test_accumulation.py            runtime/executors: waiting
 api/ops/test_operators.py              runtime: by_hand
 api/ops/test_groups.py                 runtime: groups
 api/test_bad_input.py                  partway: checks request; partway/annotations: names statements
 api/test_context.py                    partway/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        partway: state_dicts
-ecosystem/test_around.py               runtime: split_operators
+ecosystem/test_around.py               runtime/tensors: split_operators
 kits/operator/test_kubernetes_outages.py   kits/operator: lease
 kits/checkpoints/test_checkpoints.py          kits/checkpoints: contents manifest progress ranks
 kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
@@ -47,14 +49,15 @@ kits/measure/test_bench.py              kits/measure: workloads
 kits/measure/test_calibrate.py          kits/measure: clock collectives
 kits/measure/test_operators.py          kits/measure: probes
 models/test_second_derivatives.py      propagation/ops: constants; propagation/program: derivative
-models/test_second_derivatives.py      runtime: batched transformed
+models/test_second_derivatives.py      runtime/tensors: batched transformed
 models/test_step_overhead.py           partway: runner; kits/measure: contenders
 models/test_changing_sizes.py          partway/reuse: sizes
 models/test_constraints.py             partway/annotations: constrain
 models/test_flat_devices.py            partway/compiler: meshes
 models/test_features.py                partway: sharded sharding
 models/test_gloo_features.py           partway: rank_facts
-models/test_own_parts.py               partway/annotations: given; runtime: own_parts
+models/test_own_parts.py               partway/annotations: given
+models/test_own_parts.py               runtime/tensors: own_parts
 models/test_gloo_dtensors.py           partway: dtensors
 models/test_materialize.py             partway: materialize; propagation/capture: initialisers
 models/test_contents.py                partway/reuse: contents
@@ -76,7 +79,8 @@ models/test_numbers.py                 propagation/capture: covariance numbers
 propagation/capture/test_control.py    propagation/ops: functions
 propagation/ops/test_indexing.py       propagation/ops: cross_entropy
 propagation/rules/test_table.py        propagation/ops: ctc dtypes hooked padded_convolution registration
-runtime/test_simulate.py               propagation/ops: collectives; runtime: assemble slices
+runtime/executors/test_simulate.py     propagation/ops: collectives
+runtime/executors/test_simulate.py     runtime/code: assemble slices
 models/test_given_plans.py             propagation/plan: replay
 api/compiler/test_cache.py               propagation/plan: stored
 propagation/plan/test_data.py          propagation/plan: plan
@@ -95,9 +99,9 @@ test_torch_internals.py                propagation: torch_internals; runtime: to
 fusion/test_modes.py                   fusion: policy
 fusion/test_fuse.py                    fusion: members program
 fusion/test_schedule.py                fusion: updates
-runtime/test_stretches.py              runtime: functions
-models/test_inductor.py                runtime: inductor
-runtime/test_execute.py                runtime: instructions memory
+runtime/code/test_stretches.py         runtime/code: functions
+models/test_inductor.py                runtime/code: inductor
+runtime/executors/test_execute.py      runtime/code: instructions memory
 kits/ps/test_clusters.py                kits/ps: jobs live saving workers; kits/ps/service: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
 api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/problem: islands

@@ -83,8 +83,8 @@ ALLOWED = {
     ("propagation/ops/functions.py", "exec", 1): "see above",
     ("runtime/random_state.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
     ("runtime/launching/worker.py", "os.execv", 1): "starts this process's own command again, as the shell gave it",
-    ("runtime/functions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
-    ("runtime/functions.py", "exec", 1): "see above",
+    ("runtime/code/functions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
+    ("runtime/code/functions.py", "exec", 1): "see above",
 }
 
 

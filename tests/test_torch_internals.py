@@ -546,7 +546,7 @@ def test_a_dtensor_has_its_part_and_its_spec(one_process: Any) -> None:
 
 
 def test_what_nccl_was_given_is_recorded_under_the_keys_that_are_read() -> None:
-    """What entries have is tested with those that gloo writes (runtime/test_flights.py)."""
+    """What entries have is tested with those that gloo writes (runtime/ranks/test_flights.py)."""
     for asked in ((True, False), (True, True), (False, False)):
         recorded = running.flight_record(*asked)
         assert {"pg_config", "pg_status"} <= set(recorded)

@@ -20,7 +20,7 @@ from partway.checks import check_target
 from partway.islands import InStrategy, ManualFunction, in_layouts, out_layouts
 from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
 from partway.request import Request
-from partway.runtime.slices import part_of
+from partway.runtime.code.slices import part_of
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 
 _NOISE = 0.1  # of the deviation of a tensor: so that no zeros or ones, as of new biases and norms, hide a mistake

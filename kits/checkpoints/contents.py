@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from partway.checkpoints.tensor_files import Slices
 from partway.dtensors import is_dtensor, whole
-from partway.runtime.replicas import holders
+from partway.runtime.ranks.replicas import holders
 from partway.runtime.torch_internals import local_part_of
 from partway.strategy import RuntimeStateError
 
@@ -172,7 +172,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """The names of an optimizer's parameters, by their ids. Raises RuntimeStateError for one that the model lacks."""
-    from partway.runtime.optimizers import bring_up_to_date
+    from partway.runtime.tensors.optimizers import bring_up_to_date
 
     bring_up_to_date(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

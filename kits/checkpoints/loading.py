@@ -42,9 +42,9 @@ from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import FilePlace, Report, checksum_of, places_in, read_part
 from partway.dtensors import is_dtensor
-from partway.runtime.agreement import Fact, agree
-from partway.runtime.optimizers import by_element
-from partway.runtime.process import launched
+from partway.runtime.launching.process import launched
+from partway.runtime.ranks.agreement import Fact, agree
+from partway.runtime.tensors.optimizers import by_element
 from partway.strategy import Problem, RuntimeStateError, raise_problems
 from partway.strategy.errors import shown
 from partway.strategy.notation import counted

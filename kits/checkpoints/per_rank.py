@@ -39,8 +39,8 @@ from partway.placing import placing
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
-from partway.runtime.agreement import Fact, agreement
-from partway.runtime.process import get_group_size, get_rank, launched
+from partway.runtime.launching.process import get_group_size, get_rank, launched
+from partway.runtime.ranks.agreement import Fact, agreement
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
 

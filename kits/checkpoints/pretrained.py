@@ -17,7 +17,7 @@ from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import LARGEST, check_alike, create_files, write_index, write_parts
 from partway.checkpoints.tensor_files import arrange
 from partway.propagation.graph.structure import name_of
-from partway.runtime.agreement import Fact, agree
+from partway.runtime.ranks.agreement import Fact, agree
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 

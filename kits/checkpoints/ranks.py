@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from partway.runtime.doing import first_line
-from partway.runtime.process import launched
+from partway.runtime.launching.process import launched
+from partway.runtime.ranks.doing import first_line
+from partway.runtime.ranks.watch import watch
 from partway.runtime.torch_internals import timeout_of
-from partway.runtime.watch import watch
 from partway.strategy import RuntimeStateError
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from partway.checkpoints.contents import RANDOM, random_states, set_random_state
 from partway.checkpoints.loading import load
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import save, wait
-from partway.runtime.answering import AnsweringStore
 from partway.runtime.launching import worker
+from partway.runtime.launching.process import launched
 from partway.runtime.launching.scheduler import AGAIN
-from partway.runtime.process import launched
+from partway.runtime.ranks.answering import AnsweringStore
 from partway.runtime.torch_internals import default_store, timeout_of
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown

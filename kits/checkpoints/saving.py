@@ -27,9 +27,9 @@ from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import SUFFIX, Slices, TensorFile, arrange, create, synchronize, write_part
 from partway.context import current
-from partway.runtime.agreement import Fact, agree
-from partway.runtime.process import before_shutdown, launched
-from partway.runtime.replicas import differing
+from partway.runtime.launching.process import before_shutdown, launched
+from partway.runtime.ranks.agreement import Fact, agree
+from partway.runtime.ranks.replicas import differing
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 from partway.strategy.files import write_whole

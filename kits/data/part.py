@@ -15,7 +15,7 @@ from partway.propagation.graph.port import Role
 from partway.propagation.plan.data import TensorPlan
 from partway.propagation.plan.plan import Plan
 from partway.request import given_mesh
-from partway.runtime.process import get_group_size, get_rank, launched
+from partway.runtime.launching.process import get_group_size, get_rank, launched
 from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
 from partway.strategy.errors import DataError, shown
 from partway.strategy.layout import layout
@@ -163,9 +163,9 @@ def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
     layout = _layout_of_parts("to_global", part, strategy, mesh)
     if not launched():
         return part
-    from partway.runtime.execute import device_mesh
-    from partway.runtime.own_parts import parts_now, places_of, recut, whole_shape
-    from partway.runtime.parameters import as_dtensor
+    from partway.runtime.executors.execute import device_mesh
+    from partway.runtime.tensors.own_parts import parts_now, places_of, recut, whole_shape
+    from partway.runtime.tensors.parameters import as_dtensor
 
     places = parts_now(part, f"to_global(part, {shown(strategy)})").places(layout)
     shape = whole_shape(places)
@@ -193,7 +193,7 @@ def whole_batch(part: torch.Tensor, strategy: Any = None, mesh: Any = None) -> t
     layout = _layout_of_parts("whole_batch", part, strategy, mesh)
     if not launched():
         return part
-    from partway.runtime.own_parts import gathered, parts_now
+    from partway.runtime.tensors.own_parts import gathered, parts_now
 
     return gathered(part, layout, parts_now(part, "pw.data.whole_batch")) if layout.cuts else part
 

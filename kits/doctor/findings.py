@@ -25,8 +25,8 @@ from partway.compiler.cache import cache_folder, cache_limit, folder_named
 from partway.compiler.planning_log import level_asked
 from partway.graphs.asked import asked
 from partway.propagation.cost.profile import profile_of
-from partway.runtime.gpus import check_enough, may_share
 from partway.runtime.launching.door import secret
+from partway.runtime.launching.gpus import check_enough, may_share
 from partway.runtime.launching.launchers import simulated
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
 from partway.strategy.suggest import did_you_mean

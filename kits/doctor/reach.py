@@ -27,10 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partway.runtime import gpus, process
-from partway.runtime.doing import first_line, named
-from partway.runtime.launching import interfaces, scheduler
+from partway.runtime.launching import gpus, interfaces, process, scheduler
 from partway.runtime.launching.launchers import SCHEDULER, Launch
+from partway.runtime.ranks.doing import first_line, named
 from partway.strategy import RuntimeStateError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"

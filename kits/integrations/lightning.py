@@ -21,8 +21,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from partway.dtensors import whole
-from partway.runtime.optimizers import bring_up_to_date
-from partway.runtime.process import get_rank, init, launched
+from partway.runtime.launching.process import get_rank, init, launched
+from partway.runtime.tensors.optimizers import bring_up_to_date
 
 
 class PartwayStrategy(SingleDeviceStrategy):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from partway.dtensors import whole
-from partway.runtime.agreement import gathered
-from partway.runtime.doing import named
-from partway.runtime.process import get_group_size
+from partway.runtime.launching.process import get_group_size
+from partway.runtime.ranks.agreement import gathered
+from partway.runtime.ranks.doing import named
 from partway.strategy import LossError, RuntimeStateError
 from partway.strategy.errors import shown
 from partway.strategy.notation import counted

@@ -11,8 +11,8 @@ from partway.attached import engine_of
 from partway.dtensors import whole
 from partway.engine import attached_engine
 from partway.propagation.graph.structure import name_of
-from partway.runtime.agreement import Fact, agree
-from partway.runtime.process import get_rank, launched
+from partway.runtime.launching.process import get_rank, launched
+from partway.runtime.ranks.agreement import Fact, agree
 
 
 def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: Any) -> None:

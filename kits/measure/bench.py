@@ -50,8 +50,8 @@ from partway.measure.contenders import (
 )
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.runtime.gpus import may_share
-from partway.runtime.record import record_collectives, record_timeline
+from partway.runtime.code.record import record_collectives, record_timeline
+from partway.runtime.launching.gpus import may_share
 from partway.sharding import compile
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.files import save

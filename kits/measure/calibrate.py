@@ -67,7 +67,7 @@ from partway.propagation.cost.profile import (
     Sources,
     profile_of,
 )
-from partway.runtime import gpus
+from partway.runtime.launching import gpus
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind

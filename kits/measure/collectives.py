@@ -28,7 +28,7 @@ from partway.measure.clock import mean_but_longest, seconds_of, seconds_of_one, 
 from partway.measure.operators import nonnegative
 from partway.propagation.cost.cost import steps
 from partway.propagation.cost.profile import ALONE, ByKind, Together
-from partway.runtime.issue import all_gather, reduce_scatter
+from partway.runtime.executors.issue import all_gather, reduce_scatter
 from partway.strategy.placement import Kind
 
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from partway.context import auto_parallel_context
 from partway.measure.clock import wait_for
 from partway.measure.workloads import Workload
-from partway.runtime import gpus
+from partway.runtime.launching import gpus
 from partway.sharding import shard
 
 LEARNING_RATE = 1e-4

@@ -28,7 +28,7 @@ from partway.measure.workloads import Workload
 from partway.propagation.cost.operators import kind_of_call, name_of_call
 from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
 from partway.propagation.graph.origins import computed_again, operator_of
-from partway.runtime.record import record_timeline
+from partway.runtime.code.record import record_timeline
 from partway.sharding import shard
 
 WARM, STEPS = 2, 5  # steps of a probe before those that are timed, and these

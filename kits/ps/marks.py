@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from partway.runtime.replaced import current
+from partway.runtime.tensors.replaced import current
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 

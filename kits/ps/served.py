@@ -25,8 +25,8 @@ from partway.ps.service.tables import RemoteTable
 from partway.ps.service.update import OptimizerMaker, is_by_element, is_of_rows
 from partway.ps.service.wire import DTYPES, array_of, name_of
 from partway.ps.workers import Parameters, parameters_of
-from partway.runtime.optimizers import bring_up_to_date
-from partway.runtime.process import before_shutdown, launched
+from partway.runtime.launching.process import before_shutdown, launched
+from partway.runtime.tensors.optimizers import bring_up_to_date
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partway.dtensors import is_dtensor, whole
-from partway.runtime.doing import first_line
-from partway.runtime.process import launched
+from partway.runtime.launching.process import launched
+from partway.runtime.ranks.doing import first_line
 from partway.strategy import RuntimeStateError
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 
 from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
-from partway.runtime import record
-from partway.runtime.process import get_group_size, get_rank
+from partway.runtime.code import record
+from partway.runtime.launching.process import get_group_size, get_rank
 from partway.show.lanes import SCRIPT, STYLE, Lane, lanes_figure
 from partway.show.page.markup import safe
 from partway.show.page.time import lanes_of

@@ -53,7 +53,7 @@ from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.torch_internals import bound_fake_results
 from partway.request import Request
 from partway.reuse.sizes import CallSizes, Captured
-from partway.runtime.process import get_rank
+from partway.runtime.launching.process import get_rank
 from partway.strategy import Mesh, StrategyError, raise_problems
 from partway.strategy.errors import DoesNotFitError
 from partway.user_rules import rules, text_of

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from partway.propagation.minsum.progress import listening
-from partway.runtime.process import get_rank
+from partway.runtime.launching.process import get_rank
 from partway.strategy import ContextError
 
 PATIENCE = 2.0  # seconds, after which a terminal shows what is done

@@ -21,7 +21,7 @@ from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.data import Memory
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.step import Step
-from partway.runtime.peak import moments, peak
+from partway.runtime.executors.peak import moments, peak
 from partway.strategy.errors import DoesNotFitError
 
 NEAR = 0.9  # of the limit: from there on what the search counts may be too little

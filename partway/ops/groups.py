@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partway.ops.where import here
-from partway.runtime import groups, process
+from partway.runtime import groups
+from partway.runtime.launching import process
 from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
 from partway.strategy.place import WORLD_GROUPS, Group, island_place

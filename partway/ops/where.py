@@ -9,7 +9,7 @@ from partway.propagation.capture.tracing import capturing
 from partway.request import given_mesh
 from partway.runtime import groups
 from partway.runtime.launching.launchers import simulated
-from partway.runtime.process import get_group_size, launched
+from partway.runtime.launching.process import get_group_size, launched
 from partway.strategy import CaptureError, Mesh, RuntimeStateError, StrategyError
 from partway.strategy import place as places
 from partway.strategy.place import Group, Place, island_place

@@ -37,7 +37,7 @@ from partway.reuse.names import names_in
 from partway.reuse.portable import NotPortableError, digest
 from partway.reuse.sizes import Captured
 from partway.reuse.state import State
-from partway.runtime.process import get_group_size, get_rank
+from partway.runtime.launching.process import get_group_size, get_rank
 
 _SALTED = "._original_object_hash"  # of transformers' GenerationConfig: a hash that each process salts
 # What code gets its values from that another process may find changed.

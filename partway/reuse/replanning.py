@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from partway.runtime.process import get_rank
+from partway.runtime.launching.process import get_rank
 
 _log = logging.getLogger("partway")
 _planning = logging.getLogger("partway.planning")

@@ -8,8 +8,8 @@
     exchange         what the busiest sends  all of it              1          exchange
 
 The kinds themselves, and which conversion takes which, are in `strategy/placement.py`: the transpose of a conversion
-follows from the duals of its placements. How a kind runs is in `runtime/issue.py` and `runtime/meetings.py`. A kind is
-printed as its value.
+follows from the duals of its placements. How a kind runs is in issue.py and meetings.py of `runtime/executors/`. A kind
+is printed as its value.
 """
 
 from __future__ import annotations

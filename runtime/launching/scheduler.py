@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...strategy.errors import RuntimeStateError
-from ..doing import is_alive, named
+from ..ranks.doing import is_alive, named
 from .door import listening, store_behind
 from .interfaces import place_of
 from .launchers import Launch, number

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ...strategy.errors import RuntimeStateError, shown
-from ..doing import first_line, named
+from ..ranks.doing import first_line, named
 from ..torch_internals import GLOO_TLS
 from . import interfaces
 from .certificates import Certificates, Contexts, pem_of

@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...strategy.errors import RuntimeStateError
-from ..answering import AnsweringStore, NoAnswer
-from ..doing import first_line
+from ..ranks.answering import AnsweringStore, NoAnswer
+from ..ranks.doing import first_line
 from .door import way_to
 from .launchers import Launch
 from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of

@@ -1,7 +1,7 @@
 """One fault of each class that `make test` must not be blind to, with a test of it that fails.
 
     make canaries                                        runs all of them, in some minutes
-    python tests/conformance/canaries.py runtime/ledger.py     those of the files that are named
+    python tests/conformance/canaries.py runtime/ranks/ledger.py     those of the files that are named
 
 `make test` leaves out what is long (tests/helpers/tiers.py), so that it may come to miss what the whole of the tests
 would not. Each row of CANARIES is a fault that somebody could make: in a copy of Partway a text is replaced. The test
@@ -157,40 +157,40 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "simulated ranks reduce in the wrong way",
-        "runtime/meetings.py",
+        "runtime/executors/meetings.py",
         "torch.maximum if self._c.source == PARTIAL_MAX else torch.add", "torch.maximum",
-        "runtime/test_simulate.py::test_a_conversion_keeps_the_value_of_the_whole",
+        "runtime/executors/test_simulate.py::test_a_conversion_keeps_the_value_of_the_whole",
     ),
     (
         "gloo's ranks reduce in the wrong way",
-        "runtime/issue.py",
+        "runtime/executors/issue.py",
         "dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM", "dist.ReduceOp.SUM",
-        "runtime/test_execute.py::test_a_group_of_conversions_is_one_collective_with_the_results_of_each[2]",
+        "runtime/executors/test_execute.py::test_a_group_of_conversions_is_one_collective_with_the_results_of_each[2]",
     ),
     (
         "a result is read before the collective that makes it has been waited for",
-        "runtime/issue.py",
+        "runtime/executors/issue.py",
         "work.wait()", "pass",
-        "runtime/test_execute.py::test_a_group_of_conversions_is_one_collective_with_the_results_of_each[2]",
+        "runtime/executors/test_execute.py::test_a_group_of_conversions_is_one_collective_with_the_results_of_each[2]",
     ),
     (
         "what an optimizer keeps of a split parameter is not split with it",
-        "runtime/optimizers.py",
+        "runtime/tensors/optimizers.py",
         "_placed(state, new) if placed else state", "state",
-        "runtime/test_optimizers.py::"
+        "runtime/tensors/test_optimizers.py::"
         "test_an_optimizer_with_states_made_before_shard_or_the_first_call_trains_like_that_of_one_device",
     ),
     (
         "ranks follow a plan without having agreed",
-        "runtime/agreement.py",
+        "runtime/ranks/agreement.py",
         "if any(each", "if False and any(each",
-        "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+        "runtime/ranks/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
     ),
     (
         "what ranks ran is not compared afterwards",
-        "runtime/ledger.py",
+        "runtime/ranks/ledger.py",
         "if theirs != ours:", "if False:",
-        "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
+        "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
     ),
     (
         "a plan is used although what the function reads has changed",

@@ -171,9 +171,9 @@ def _split(leaf: Tensor, dim: int, kind: str) -> Any:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    from partway.runtime.execute import device_mesh
-    from partway.runtime.parameters import shard_tensor
-    from partway.runtime.split_tensor import as_split
+    from partway.runtime.executors.execute import device_mesh
+    from partway.runtime.tensors.parameters import shard_tensor
+    from partway.runtime.tensors.split_tensor import as_split
     from partway.strategy import Layout, Mesh, Shard
     from partway.strategy.placement import REPLICATE
 

@@ -2,7 +2,7 @@
 silence.
 
     python tests/conformance/mutations.py                       runs all of them, in an hour
-    python tests/conformance/mutations.py runtime/ledger.py     those of the files that are named
+    python tests/conformance/mutations.py runtime/ranks/ledger.py     those of the files that are named
     python tests/conformance/mutations.py --write               writes docs/coverage/mutations.md, and runs none
 
 Each row of MUTATIONS takes one mechanism out: in a copy of Partway a text is replaced. The test that it names has to
@@ -55,80 +55,81 @@ def of_file(file: str, *rows: tuple[str, str, str, str]) -> tuple[Mutation, ...]
     return tuple(Mutation(words, file, text, by, f"tests/{test}") for words, text, by, test in rows)
 
 
-_TOLD = "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train"
+_SPLIT = "runtime/ranks/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers"
+_TOLD = "runtime/ranks/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train"
 MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "Ranks agree before they follow a plan": (
         *of_file(
-            "runtime/agreement.py",
+            "runtime/ranks/agreement.py",
             (
                 "facts of ranks are compared",
                 "if any(each", "if False and any(each",
-                "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+                "runtime/ranks/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
             ),
             (
                 "the values of a tensor are a part of its fact",
                 "str(checksum(tensor))", '""',
-                "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+                "runtime/ranks/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
             ),
             (
                 "a fact's checksum counts beside its text",
                 r"{self.text}\n{self.checksum}", "{self.text}",
-                "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+                "runtime/ranks/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
             ),
             (
                 "ranks that come to other points of the program are told",
                 "if len(set(purposes.values())) > 1:", "if False:",
-                "runtime/test_agreement.py::test_values_of_all_ranks_are_gathered_where_they_are_at_one_point_of_the_program",
+                "runtime/ranks/test_agreement.py::test_values_of_all_ranks_are_gathered_where_they_are_at_one_point_of_the_program",
             ),
             (
                 "a rank that fails before a meeting comes to it all the same",
                 '_agree(purpose, [], f"{type(error).__name__}: {error}", detail)', "pass",
-                "runtime/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
+                "runtime/ranks/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
             ),
             (
                 "what failed on one rank is an error on the others",
                 "if not error and refused and len(refused) < len(each_rank):", "if False:",
-                "runtime/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
+                "runtime/ranks/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
             ),
         ),
         *of_file(
-            "runtime/flights.py",
+            "runtime/ranks/flights.py",
             (
                 "a rank that has not come and has ended is told of where a GPU waits for it",
                 "if any(doing.mark == ENDED", "if False and any(doing.mark == ENDED",
-                "runtime/test_flights.py::test_a_rank_that_has_not_come_and_has_ended_will_not",
+                "runtime/ranks/test_flights.py::test_a_rank_that_has_not_come_and_has_ended_will_not",
             ),
             (
                 "a rank that waits for all others elsewhere is told of where a GPU waits for it",
                 "marks == {MEETS}", "False",
-                "runtime/test_flights.py::test_a_rank_that_waits_for_all_elsewhere_will_not_come",
+                "runtime/ranks/test_flights.py::test_a_rank_that_waits_for_all_elsewhere_will_not_come",
             ),
             (
                 "a rank that has come is waited for, also where it has ended",
                 "if doing.given.get(flight.group, 0) < flight.number}", "}",
-                "runtime/test_flights.py::test_a_rank_that_has_come_or_may_come_is_waited_for",
+                "runtime/ranks/test_flights.py::test_a_rank_that_has_come_or_may_come_is_waited_for",
             ),
             (
                 "what goes on is no wait",
                 "if first != self._first:", "if False:",
-                "runtime/test_flights.py::test_what_goes_on_is_looked_at_anew",
+                "runtime/ranks/test_flights.py::test_what_goes_on_is_looked_at_anew",
             ),
             (
                 "the thread that looks goes on looking",
                 "while not self._over.wait(_LOOK):", "for _ in range(2):",
-                "runtime/test_flights.py::test_the_thread_looks_until_it_is_stopped",
+                "runtime/ranks/test_flights.py::test_the_thread_looks_until_it_is_stopped",
             ),
         ),
         *of_file(
-            "runtime/gpus.py",
+            "runtime/launching/gpus.py",
             (
                 "two ranks do not share a GPU unasked",
                 "elif number > 1:", "elif False:",
-                "runtime/test_gpus.py::test_a_rank_without_a_gpu_is_told_of_who_has_it_and_what_to_do",
+                "runtime/launching/test_gpus.py::test_a_rank_without_a_gpu_is_told_of_who_has_it_and_what_to_do",
             ),
         ),
         *of_file(
-            "runtime/issue.py",
+            "runtime/executors/issue.py",
             (
                 "a collective is waited for before its result is read",
                 "work.wait()", "pass",
@@ -189,11 +190,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
     ),
     "No rank waits in vain": of_file(
-        "runtime/watch.py",
+        "runtime/ranks/watch.py",
         (
             "nobody looks at the frames of a rank that captures",
             "if self._planning and self._at is None and self._waits is None:", "if False:",
-            "runtime/test_watch.py::test_a_rank_that_captures_says_so_and_is_not_disturbed",
+            "runtime/ranks/test_watch.py::test_a_rank_that_captures_says_so_and_is_not_disturbed",
         ),
         (
             "what differs is raised by the next call",
@@ -203,22 +204,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         (
             "the rank that finds a difference tells the others",
             'self._ring(rank, f"{_TOLD}{text}")', "pass",
-            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+            "runtime/launching/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
         ),
         (
             "a rank that is told of a difference keeps it",
             "self._broken = request.removeprefix(_TOLD)", "pass",
-            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+            "runtime/launching/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
         ),
         (
             "what was not compared yet is compared at the end",
             "ledger.end(failed)", "pass",
-            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+            "runtime/launching/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
         ),
         (
             "a process that ends with a difference has a status that says so",
             'raise OSError("the ranks differ")', "pass",
-            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+            "runtime/launching/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
         ),
         (
             "a rank whose process is gone is not waited for",
@@ -253,144 +254,144 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         (
             "a meeting ends after the timeout where a rank is busy elsewhere",
             "if left <= 0:", "if False:",
-            "runtime/test_watch.py::test_a_rank_that_is_busy_elsewhere_is_waited_for_until_the_timeout",
+            "runtime/ranks/test_watch.py::test_a_rank_that_is_busy_elsewhere_is_waited_for_until_the_timeout",
         ),
         (
             "rank 0, who may keep the store, stays until all know that a meeting has failed",
             'if self._store.check([f"parted/{n}/{rank}" for rank in range(self.size)]):', "if True:",
-            "runtime/test_watch.py::test_rank_0_stays_until_the_others_know_that_a_meeting_has_failed",
+            "runtime/ranks/test_watch.py::test_rank_0_stays_until_the_others_know_that_a_meeting_has_failed",
         ),
         (
             "a second process group has a watch of its own",
             "or _watch.group is not dist.group.WORLD", "",
-            "runtime/test_watch.py::test_a_second_process_group_has_a_watch_of_its_own",
+            "runtime/ranks/test_watch.py::test_a_second_process_group_has_a_watch_of_its_own",
         ),
     )
     + of_file(
-        "runtime/answering.py",
+        "runtime/ranks/answering.py",
         (
             "a store that does not answer is not waited for",
             "timeout=0 if self._silent else self._seconds + more", "",
-            "runtime/test_answering.py::test_an_answer_that_does_not_come_is_an_error",
+            "runtime/ranks/test_answering.py::test_an_answer_that_does_not_come_is_an_error",
         ),
     ),
     "What ranks ran is compared afterwards": (
         *of_file(
-            "runtime/ledger.py",
+            "runtime/ranks/ledger.py",
             (
                 "the thread goes on after a turn in which nothing ran",
                 "self._ends.wait(_PERIOD) or self._over", "self._ends.wait(_PERIOD) or self._turn()",
-                "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
+                "runtime/ranks/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
             ),
             (
                 "writes to a rank's part are counted",
                 "return version_of(tensor) + part", "return version_of(tensor)",
-                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[writes to its part]",
+                "runtime/ranks/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[writes to its part]",
             ),
             (
                 "it looks at whether this rank waits for others",
                 "self._besides()", "pass",
-                "runtime/test_stragglers.py::test_a_slow_rank_is_named_while_they_train",
+                "runtime/ranks/test_stragglers.py::test_a_slow_rank_is_named_while_they_train",
             ),
             (
                 "the thread is started",
                 "self._thread.start()", "pass",
-                "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
+                "runtime/ranks/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
             ),
             (
                 "lines are compared",
                 "if theirs != ours:", "if False:",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
             ),
             (
                 "which program runs has a line",
                 'self._lines.append(("runs", identity, where))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
             ),
             (
                 "the state of the generator has a line where a program draws",
                 'self._lines.append(("random", torch.get_rng_state(), where))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[random]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[random]",
             ),
             (
                 "a call's inputs have a line",
                 'self._lines.append(("inputs", ', 'len(("inputs", ',
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[inputs]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[inputs]",
             ),
             (
                 "each of a call's inputs counts, not only the last",
                 "cpu().numpy().data, start)", "cpu().numpy().data)",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[first input]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[first input]",
             ),
             (
                 "what comes back for a result that is whole on every rank has a line",
                 'self._lines.append(("gradients", ', 'len(("gradients", ',
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[gradients]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[gradients]",
             ),
             (
                 "a part of the batch that ranks share has a line",
                 'self._lines.append(("parts", ', 'len(("parts", ',
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[parts]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[parts]",
             ),
             (
                 "writes to parameters between two calls have a line",
                 'self._lines.append(("steps", written, where))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[steps]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[steps]",
             ),
             (
                 "elements of what ranks hold alike have a line",
                 'self._lines.append(("copies", what, where))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[copies]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[copies]",
             ),
             (
                 "what an operator writes to a split tensor has a line",
                 'self._lines.append(("writes", what, what))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[writes]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[writes]",
             ),
             (
                 "an optimizer's settings have a line",
                 'self._lines.append(("settings", setting, where))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[settings]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[settings]",
             ),
             (
                 "a collective that is called by hand has a line",
                 'self._lines.append(("calls", zlib.crc32(what.encode()), what))', "pass",
-                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[calls]",
+                "runtime/ranks/test_ledger.py::test_each_kind_of_line_is_compared[calls]",
             ),
             (
                 "the first rank says which line was its last",
                 "[_END] * (last and not ended)", "[]",
-                "runtime/test_ledger.py::test_what_one_rank_alone_did_last_is_told_at_the_end[1]",
+                "runtime/ranks/test_ledger.py::test_what_one_rank_alone_did_last_is_told_at_the_end[1]",
             ),
             (
                 "what a rank does after the first one has ended is told at once",
                 "if self._ended and self._differs([_END]):", "if False:",
-                "runtime/test_ledger.py::test_what_comes_after_the_first_rank_has_ended_is_told_at_the_next_turn[1]",
+                "runtime/ranks/test_ledger.py::test_what_comes_after_the_first_rank_has_ended_is_told_at_the_next_turn[1]",
             ),
             (
                 "pages that all have read are removed",
                 'self._store.delete_key(f"{self._name}/{self._page}")', "pass",
-                "runtime/test_ledger.py::test_lines_and_pages_do_not_pile_up",
+                "runtime/ranks/test_ledger.py::test_lines_and_pages_do_not_pile_up",
             ),
             (
                 "elements are looked at whatever a tensor's strides are",
                 "return tensor[_places(tensor.shape, step)]", "return None",
-                "runtime/test_ledger.py::test_the_same_elements_are_looked_at_whatever_the_strides_are",
+                "runtime/ranks/test_ledger.py::test_the_same_elements_are_looked_at_whatever_the_strides_are",
             ),
             (
                 "other elements are looked at in each turn",
                 "[turn % step :: step]", "[::step]",
-                "runtime/test_ledger.py::test_every_element_has_its_turn",
+                "runtime/ranks/test_ledger.py::test_every_element_has_its_turn",
             ),
             (
                 "writes are counted",
                 "m - n if t is u", "0 if t is u",
-                "runtime/test_ledger.py::test_a_step_of_an_optimizer_between_two_calls_is_seen",
+                "runtime/ranks/test_ledger.py::test_a_step_of_an_optimizer_between_two_calls_is_seen",
             ),
             (
                 "a parameter that was replaced counts as written to",
                 "if t is u else -1", "",
-                "runtime/test_ledger.py::test_a_step_of_an_optimizer_between_two_calls_is_seen",
+                "runtime/ranks/test_ledger.py::test_a_step_of_an_optimizer_between_two_calls_is_seen",
             ),
         ),
         *of_file(
@@ -422,16 +423,16 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "runtime/optimizers.py",
+            "runtime/tensors/optimizers.py",
             (
                 "which gradients are new, kept or None is noted",
                 "own.kept(tuple(", "(lambda *_: None)(tuple(",
-                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[keeps gradients]",
+                "runtime/ranks/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[keeps gradients]",
             ),
             (
                 "an optimizer that loads states says so",
                 "optimizer.register_load_state_dict_post_hook(_after_load)", "pass",
-                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[loads states]",
+                "runtime/ranks/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[loads states]",
             ),
             (
                 "an optimizer's class is noted",
@@ -446,7 +447,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "gradients are noted",
                 '"the gradient": parameter.grad, ', "",
-                "runtime/test_replicas.py::test_a_gradient_is_named_at_its_step_where_all_are_looked_at",
+                "runtime/ranks/test_replicas.py::test_a_gradient_is_named_at_its_step_where_all_are_looked_at",
             ),
             (
                 "an optimizer's states are noted",
@@ -456,78 +457,78 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "an optimizer gets the parameters that took the place of its own",
                 "if known.state != now:", "if False:",
-                "runtime/test_optimizers.py::test_an_optimizer_of_a_parameter_that_was_replaced_gets_the_new_one_with_the_"
+                "runtime/tensors/test_optimizers.py::test_an_optimizer_of_a_parameter_that_was_replaced_gets_the_new_one_with_the_"
                 "states_of_the_old_one",
             ),
         ),
         *of_file(
-            "runtime/split_operators.py",
+            "runtime/tensors/split_operators.py",
             (
                 "operators that write to a split tensor are noted",
                 "tell_of_write(_name(op), ", "(lambda *_: None)(_name(op), ",
-                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[copies a tensor]",
+                "runtime/ranks/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[copies a tensor]",
             ),
             (
                 "the numbers that they write with are noted",
                 "if number is not None", "if False",
-                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
+                "runtime/ranks/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
             ),
             (
                 "what a backward writes is not noted",
                 " or (in_backward() and not always)", "",
-                "runtime/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
+                "runtime/ranks/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
             ),
             (
                 "a backward copies a split gradient as parts",
                 'if _name(op) == "new_empty_strided"', "if False",
-                "runtime/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
+                "runtime/ranks/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
             ),
             (
                 "a gradient that is not finite on one rank counts on all",
                 'found.copy_(exchange(mesh, found.reshape(1), "gradients that are not finite").amax()'
                 ".reshape(found.shape))", "pass",
-                "runtime/test_split_tensor.py::test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all",
+                "runtime/tensors/test_split_tensor.py::test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all",
             ),
         ),
         *of_file(
-            "runtime/split_tensor.py",
+            "runtime/tensors/split_tensor.py",
             (
                 "so are gradients that are set",
                 'tell_of_write("the setting of .grad", [tensor], (), {}, always=True)', "pass",
-                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[sets a gradient]",
+                "runtime/ranks/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[sets a gradient]",
             ),
             (
                 "so are the operators that run by parts without PyTorch's dispatcher",
                 "tell_of_write(func.__name__, [like], args, kwargs)", "pass",
-                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
+                "runtime/ranks/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
             ),
             (
                 "so are the operators on lists",
                 "tell_of_write(func.__name__, [first], args, kwargs)", "pass",
-                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others of a list]",
+                f"{_SPLIT}[others of a list]",
             ),
         ),
         *of_file(
-            "runtime/replicas.py",
+            "runtime/ranks/replicas.py",
             (
                 "each of what ranks hold alike has its turn",
                 "items[(time * count + k) % len(items)]", "items[k]",
-                "runtime/test_replicas.py::test_each_has_its_turn",
+                "runtime/ranks/test_replicas.py::test_each_has_its_turn",
             ),
             (
                 "all is looked at in every so many turns",
                 "if every > 0 and time % every == 0:", "if False:",
-                "runtime/test_replicas.py::test_each_has_its_turn",
+                "runtime/ranks/test_replicas.py::test_each_has_its_turn",
             ),
             (
                 "all elements are summed up where all is looked at",
                 "checksum(part) if whole else sample(part, time)", "sample(part, time)",
-                "runtime/test_replicas.py::test_an_element_that_is_in_no_sample_is_told_where_all_are_looked_at",
+                "runtime/ranks/test_replicas.py::test_an_element_that_is_in_no_sample_is_told_where_all_are_looked_at",
             ),
             (
                 "an optimizer's settings are read from all of its groups",
                 "_plain(group.get(key)) for group in groups", "_plain(group.get(key)) for group in []",
-                "runtime/test_replicas.py::test_settings_are_what_groups_say_beside_their_parameters",
+                "runtime/ranks/test_replicas.py::test_settings_are_what_groups_say_beside_their_parameters",
             ),
         ),
     ),
@@ -537,12 +538,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "what ranks do not hold alike is not saved",
                 "if found := differing(", "if found := [] and differing(",
-                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+                "runtime/ranks/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
             ),
             (
                 "optimizers whose settings differ are not saved",
                 'if name.startswith(f"{OPTIMIZER}.")', "if False",
-                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+                "runtime/ranks/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
             ),
             (
                 "ranks save into the same folder",
@@ -551,16 +552,16 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "runtime/replicas.py",
+            "runtime/ranks/replicas.py",
             (
                 "what is about to be saved is summed up",
                 "groups.setdefault(ranks, {})[name] = checksum(part)", "groups.setdefault(ranks, {})[name] = 0",
-                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+                "runtime/ranks/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
             ),
             (
                 "the sums of ranks are compared",
                 "if by_rank[other][group] != value:", "if False:",
-                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+                "runtime/ranks/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
             ),
         ),
         *of_file(

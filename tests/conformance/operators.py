@@ -60,7 +60,7 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.runtime.simulate import Simulator
+from partway.runtime.executors.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.errors import CaptureError

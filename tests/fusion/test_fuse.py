@@ -22,7 +22,7 @@ from partway.fusion.program import make_program
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.graph import Text
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
-from partway.runtime.simulate import Simulator
+from partway.runtime.executors.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Mesh
 from partway.strategy.errors import ContextError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import partway as pw
-from partway.runtime.issue import all_gather, reduce_scatter
+from partway.runtime.executors.issue import all_gather, reduce_scatter
 from partway.strategy.torch_mesh import has_nccl
 
 

@@ -59,10 +59,10 @@ PYTEST = [
     "loadgroup",
 ]
 RANKS = [
-    "runtime/test_execute.py", "runtime/test_races.py", "models/test_gloo.py", "models/test_gloo_values.py",
-    "models/test_gloo_dtensors.py", "models/test_gloo_features.py", "runtime/test_gather.py",
+    "runtime/executors/test_execute.py", "runtime/test_races.py", "models/test_gloo.py", "models/test_gloo_values.py",
+    "models/test_gloo_dtensors.py", "models/test_gloo_features.py", "runtime/tensors/test_gather.py",
     "models/test_own_parts.py", "ecosystem/test_around.py", "models/test_second_derivatives.py",
-    "runtime/test_split_tensor.py", "models/test_accumulation.py", "models/test_experts.py",
+    "runtime/tensors/test_split_tensor.py", "models/test_accumulation.py", "models/test_experts.py",
     "models/test_inductor.py",
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from scripts import FORKS
 
 import partway as pw
 from partway.checkpoints import ranks
-from partway.runtime.watch import Watch
+from partway.runtime.ranks.watch import Watch
 
 RANKS = 2
 TIMEOUT = 60.0  # seconds that the ranks wait for each other

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partway.runtime import gather, issue
+from partway.runtime.executors import issue
+from partway.runtime.tensors import gather
 
 CYCLES = 3_000_000  # of a GPU: 1.5 to 2 ms
 

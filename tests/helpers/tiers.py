@@ -23,7 +23,7 @@ LONG = Path(__file__).parents[1] / "long.txt"
 KEPT = (
     "tests/examples/test_readme.py::test_its_code_runs",
     "tests/runtime/test_step.py::test_gloo_ranks_compute_the_loss_and_gradients_of_simulated_ranks",
-    "tests/runtime/test_ledger.py::test_the_thread_outlives_idle_turns",
+    "tests/runtime/ranks/test_ledger.py::test_the_thread_outlives_idle_turns",
     "tests/models/test_gloo_features.py::test_batch_norm_keeps_the_statistics_of_one_device",
     "tests/models/test_vocabulary.py::test_a_split_vocabulary_over_processes",
     "tests/models/test_features.py::test_a_saved_plan_gives_the_same_parameter_layouts",

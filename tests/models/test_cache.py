@@ -24,7 +24,7 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.graph.printer import operators_in
 from partway.propagation.plan.stored import dump, load
 from partway.rank_facts import of_plan
-from partway.runtime.agreement import Fact
+from partway.runtime.ranks.agreement import Fact
 
 pytestmark = pytest.mark.deep
 

@@ -13,8 +13,8 @@ import partway as pw
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator
-from partway.runtime.assemble import assemble_code
-from partway.runtime.inductor import compile_regions, example
+from partway.runtime.code.assemble import assemble_code
+from partway.runtime.code.inductor import compile_regions, example
 from partway.strategy import Mesh
 
 aten = torch.ops.aten

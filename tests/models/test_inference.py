@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway import engine
 from partway.compiler.driver import compile_call
-from partway.runtime import simulate
+from partway.runtime.executors import simulate
 from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import DoesNotFitError
 

@@ -12,7 +12,7 @@ from checks import assert_same_gradients, assert_same_loss, gradients, whole
 from torch import Tensor, nn
 
 import partway as pw
-from partway.runtime.peak import peak
+from partway.runtime.executors.peak import peak
 from partway.strategy.errors import DoesNotFitError
 
 SHARE = 0.85  # of what the plan without a limit holds

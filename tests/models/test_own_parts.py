@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import partway as pw
 from partway.engine import attached_engine
-from partway.runtime.watch import end_watch
+from partway.runtime.ranks.watch import end_watch
 
 pytestmark = pytest.mark.gloo
 

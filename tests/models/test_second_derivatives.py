@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import partway as pw
-from partway.runtime.batched import one_by_one
+from partway.runtime.tensors.batched import one_by_one
 from partway.runtime.torch_internals import add_batch_dim, remove_batch_dim
 
 pytestmark = [

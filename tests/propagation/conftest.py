@@ -19,7 +19,7 @@ from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.solution import verify_solution
-from partway.runtime.simulate import Simulator
+from partway.runtime.executors.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Mesh
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from zoo import CASES
 
 import partway as pw
-from partway.runtime.issue import Pending
-from partway.runtime.stragglers import waits
+from partway.runtime.executors.issue import Pending
+from partway.runtime.ranks.stragglers import waits
 
 pytestmark = [pytest.mark.gloo, pytest.mark.deep]
 

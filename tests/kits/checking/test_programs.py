@@ -11,7 +11,7 @@ from torch import Tensor
 
 import partway as pw
 from partway.checking.report import ManualReport
-from partway.runtime.slices import part_of
+from partway.runtime.code.slices import part_of
 from partway.strategy import Layout, Mesh, check_strategies
 
 named = {"ids": lambda program: program.name if isinstance(program, Program) else None}

@@ -20,9 +20,9 @@ from partway.propagation.cost.cost import WEIGHTS, Level, collective_cost
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.collectives import convert
 from partway.runtime import record_collectives
-from partway.runtime.assemble import assemble_code
-from partway.runtime.simulate import Simulator, join, split
-from partway.runtime.slices import Placed, short_part
+from partway.runtime.code.assemble import assemble_code
+from partway.runtime.code.slices import Placed, short_part
+from partway.runtime.executors.simulate import Simulator, join, split
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Partial, Shard
 from partway.strategy.placement import PARTIAL_MAX, Kind, kind, placement_from_code, transpose
 

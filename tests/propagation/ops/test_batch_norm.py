@@ -32,7 +32,7 @@ from partway.propagation.ops.collectives import convert, kind_of
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.runtime.assemble import assemble_code
+from partway.runtime.code.assemble import assemble_code
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.placement import Kind
 

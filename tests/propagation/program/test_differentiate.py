@@ -19,7 +19,7 @@ from partway.propagation.program.segments import Like, pieces_of
 from partway.propagation.program.step import undo_views
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.torch_internals import FakeTensorMode
-from partway.runtime.simulate import Simulator
+from partway.runtime.executors.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import REPLICATE, CaptureError, Layout, Shard, VerifyError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from picture_layouts import LAYOUTS, boxes, picture
 
-from partway.runtime.simulate import split
-from partway.runtime.slices import Placed
+from partway.runtime.code.slices import Placed
+from partway.runtime.executors.simulate import split
 from partway.show.pictures.parts import listed
 
 

@@ -1,0 +1,10 @@
+"""A graph as code, and what a rank does to its own part of a tensor.
+
+In comes a graph of a `Step`; out comes a Python function of tensors, which an executor calls.
+
+    instructions.py     a graph as instructions: assemble.py, memory.py, region.py, written.py
+    functions.py        instructions as a Python function; loaded.py: for an executor and a backend; inductor.py
+    slices.py, strides.py, local_conversions.py     parts, how they lie in memory, conversions without other ranks
+    stretches.py        the parts of a program between two meetings of ranks
+    record.py           what ran, and when
+"""

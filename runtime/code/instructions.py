@@ -1,0 +1,148 @@
+"""What a graph is when it runs: a list of instructions, each of which computes one slot of others.
+
+Both executors run the same instructions, and in both a value is one rank's tensor; what differs is how data move
+between ranks, so an executor says how to write an instruction as a Python expression.
+
+    assemble.py    from a graph to instructions
+    memory.py      which of them may write into memory that is there already
+    functions.py   from instructions to a Python function
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ...propagation.ops.kinds import payload_bytes
+from ...propagation.program.local_program import Conversion
+from ...strategy.cut import SliceWindow
+from ...strategy.placement import Kind, Placement, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """A conversion as an instruction: of one or several tensors, along `axes`.
+
+    owned     for each tensor whether nobody else reads its memory, so that it may hold the result
+    private   and whether simulated ranks have one each, see `Instruction`
+    loose     what it gives may lie in memory in any way
+    """
+
+    kind: Kind
+    source: Placement
+    target: Placement
+    axes: tuple[str, ...]
+    size: int
+    phase: str
+    tags: tuple[int, ...]
+    grouped: bool
+    owned: tuple[bool, ...]
+    private: tuple[bool, ...]
+    loose: bool = False
+
+    def payload(self, shape: Sequence[int], itemsize: int) -> int:
+        """The payload of a local tensor of `shape`: see `Collective.payload_bytes`."""
+        return payload_bytes(self.source, self.target, shape, itemsize, self.size)
+
+    @property
+    def window(self) -> SliceWindow | None:
+        """The window that an exchange makes of slices, or makes slices of."""
+        return next((side for side in (self.source, self.target) if isinstance(side, SliceWindow)), None)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dims that are put together and cut apart (0 where a side is whole)."""
+        before = self.source.dim if isinstance(self.source, Shard) else 0
+        after = self.target.dim if isinstance(self.target, Shard) else 0
+        return before, after
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Compute slot `out` from the slots `operands` (of a conversion one for each tensor, of a call each once).
+
+    text         the call of an operator as Python, in which v3 is slot 3 and other names are constants of the Code
+    in_place     the same, into the memory of an operand that nobody else reads; "" if there is none
+    private      of that memory each simulated rank has its own: what is the same for several ranks they share
+    relayout     what it is instead of a call
+    along        or the axes of which it is the rank's position
+    once         it draws random numbers, of which every rank must see the same, or calls a person's hook
+    follows      its value has the traced strides wherever its operands have theirs
+    """
+
+    out: int
+    operands: tuple[int, ...]
+    text: str
+    in_place: str
+    private: bool
+    relayout: Relayout | None
+    once: bool
+    name: str
+    along: tuple[str, ...] = ()
+    follows: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks send something."""
+        return self.relayout is not None and self.relayout.kind.communicates
+
+
+@dataclass(frozen=True)
+class Code:
+    """A graph ready to run: inputs fill the first slots. `shared`: for each output whether it may share memory with an
+    input, with another output, or with something larger than itself. `traced`: fake tensors like the values of slots;
+    empty where nothing was traced."""
+
+    instructions: tuple[Instruction, ...]
+    inputs: int
+    outputs: tuple[int | None, ...]
+    shared: tuple[bool, ...]
+    constants: Mapping[str, Any]
+    phase: str
+    traced: Mapping[int, Tensor] = field(default_factory=dict)
+    reasons: Sequence[Conversion] = ()  # of conversions, by their tags
+
+    @cached_property
+    def identity(self) -> int:
+        """A number that tells it from other codes, the same in every process."""
+        text = "\n".join(f"{step.out} {step.operands} {step.text} {step.name}" for step in self.instructions)
+        return zlib.crc32(f"{self.phase}\n{text}\n{self.outputs}".encode())
+
+    def describe(self, step: Instruction) -> str:
+        """What `step` is, for people: "the backward's all_reduce of fc1.weight over dp (model.py:31, ...)"."""
+        c = step.relayout
+        if c is None:
+            return f"{step.name} of the {self.phase}"
+        reasons = [self.reasons[tag] for tag in c.tags if tag < len(self.reasons)]
+        tensors = [reason.tensor for reason in reasons]
+        named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        line = next((f" ({reason.line})" for reason in reasons if reason.line), "")
+        return f"the {self.phase}'s {c.kind} of {named or step.name} over {','.join(c.axes)}{line}"
+
+
+@dataclass(frozen=True)
+class InputsAs:
+    """How a program takes inputs, by their places.
+
+    loose      parts that may lie in memory in any way
+    written    parts that it may write into
+    """
+
+    loose: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
+
+    @cached_property
+    def views(self) -> frozenset[int]:
+        """Those of which a part is a view of the whole where it can be, and of what a rank holds always."""
+        return self.loose | self.written
+
+
+AS_TRACED = InputsAs()
+
+
+Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited

@@ -1,0 +1,119 @@
+"""A graph of a step as a function: for an executor, by a backend, with what it is told about when it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from ...propagation.program.local_program import Conversion, PlacedPort
+from ...propagation.program.step import Step, inputs_with_gradients
+from ...strategy.choice import Choice
+from .assemble import assemble_code
+from .functions import Run
+from .inductor import compile_regions, example
+from .instructions import AS_TRACED, Code, InputsAs, Mark
+from .record import begin, marking, timed
+from .slices import Placed
+
+
+class Executor(Protocol):
+    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part)."""
+
+    def enter(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
+    ) -> list[Any]:
+        """The values of the tensors of a call. Parts of those at the places `views` may lie in memory in any way: they
+        are views of the tensors unless a slice is short."""
+
+    def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
+        """The tensors of values; what is shared leaves as a copy."""
+
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Any:
+        """The value that is zero, for a gradient that did not come."""
+
+    def pack(self, values: Sequence[Any]) -> list[Tensor]:
+        """Values as a flat list of tensors, for autograd to save."""
+
+    def unpack(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The values that `pack` made the flat list of."""
+
+    def load(self, code: Code, mark: Mark | None = None) -> Run:
+        """A code as a function of values."""
+
+
+class Backend(Choice):
+    """What runs the operators of a step."""
+
+    EAGER = "eager"  # PyTorch, one after another
+    INDUCTOR = "inductor"  # TorchInductor's kernels, one for each stretch between collectives
+
+
+class Loaded:
+    """A graph and the function that runs it for one executor.
+
+    code       its instructions
+    examples   fake tensors like its outputs, where the backend needs to know them
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any],
+        loader: Loader, inputs_as: InputsAs = AS_TRACED,
+    ) -> None:  # fmt: skip
+        self.examples: list[Any] = []
+        if loader.backend is Backend.INDUCTOR:
+            module, self.examples = compile_regions(module, examples)
+        self.code = assemble_code(module, phase, reasons, inputs_as)
+        self._executor = loader.executor
+        self._run = loader.executor.load(self.code)
+
+    @cached_property
+    def _timed(self) -> Run:
+        return self._executor.load(self.code, marking(self.code))
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """The values of the outputs for those of the inputs."""
+        if not timed():
+            return self._run(inputs)
+        run = self._timed  # made before the time counts
+        begin(inputs)
+        return run(inputs)
+
+
+class Backward(Loaded):
+    """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
+
+    places      the inputs for which there is a gradient; one on which no output depends gets none
+    placed      where the gradients are
+    shared      which of them are copied, as `Code.shared`
+    """
+
+    def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
+        assert step.backward is not None
+        super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
+        self.places = inputs_with_gradients(step)
+        inputs = [step.program.inputs[i] for i in self.places]
+        self.placed = [Placed(p.layout.dual(), p.shape) for p in inputs]
+        self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
+
+    def values(self, inputs: list[Any]) -> list[Any]:
+        """The gradients as values, those that there are."""
+        return [value for value in self.run(inputs) if value is not None]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What runs code, and in what form."""
+
+    executor: Executor
+    backend: Backend = Backend.EAGER
+
+    def example(self, placed: PlacedPort) -> Any:
+        """A fake tensor like the part of an input or output, where the backend needs one."""
+        if self.backend is Backend.EAGER:
+            return None
+        return example(placed.local_shape, placed.dtype, placed.port.node.meta["val"].device)

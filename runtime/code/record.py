@@ -1,0 +1,188 @@
+"""What ran: every collective that an executor performs is told to the recorders that listen, and every instruction to
+those of a timeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fusion.timeline import COMMUNICATION, COMPUTE, Span
+from ...propagation.cost.cost import wire_bytes
+from ...strategy.placement import Kind
+from .instructions import Code, Instruction, Mark, Relayout
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective that ran. Bytes are those of one rank, as in `propagation.program.collective.Collective`."""
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    payload_bytes: int
+    phase: str
+    tags: tuple[int, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that one rank sends."""
+        return wire_bytes(self.kind, self.payload_bytes, self.group_size)
+
+
+_listeners: list[list[Event]] = []
+
+
+@contextlib.contextmanager
+def record_collectives() -> Iterator[list[Event]]:
+    """Collect, in order, the collectives that run inside the block (in simulation one event stands for all ranks)."""
+    events: list[Event] = []
+    _listeners.append(events)
+    try:
+        yield events
+    finally:
+        _listeners[:] = [listener for listener in _listeners if listener is not events]
+
+
+def note(c: Relayout, parts: Sequence[Tensor]) -> None:
+    """Tell the listeners that `c` communicates the local tensors `parts`, all in one collective."""
+    if (_listeners or _timelines) and c.kind.communicates:
+        payload = sum(c.payload(part.shape, part.element_size()) for part in parts)
+        event = Event(c.kind, c.axes, c.size, payload, c.phase, c.tags)
+        for events in _listeners:
+            events.append(event)
+        for timeline in _timelines:
+            timeline.sent = payload
+
+
+# -- A timeline ------------------------------------------------------------------------------------------------------
+
+Stamp = Any  # seconds, or a CUDA event that has them later
+
+
+class _SpanRecorder:
+    """The spans of the steps that run while it listens.
+
+    On the CPU an operator lasts from the end of what came before it, and a collective from when it is issued to when
+    the backend says that it is done. On a GPU both are read off events of the stream that computes, so that a
+    collective lasts until that stream has waited for it.
+    """
+
+    def __init__(self) -> None:
+        self._measured: list[tuple[str, str, str, Stamp, Callable[[], Stamp], dict[str, Any]]] = []
+        self._issued: dict[tuple[str, int], tuple[Stamp, list[Stamp], dict[str, Any]]] = {}
+        self.sent = 0  # bytes of the collective that was noted last: the one that is issued
+        self._origin: Stamp = None
+        self._last: Stamp = None
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """Code begins to run."""
+        first = inputs[0] if inputs else None
+        tensor = first[0] if isinstance(first, list) else first
+        self._cuda = isinstance(tensor, Tensor) and tensor.is_cuda
+        self.resume()
+        self._origin = self._origin or self._last
+
+    def resume(self) -> None:
+        """What was done since the last instruction is not the next one's time."""
+        self._last = self._now()
+
+    def mark(self, phase: str, step: Instruction, value: Any, awaited: bool) -> None:
+        """An instruction has run and given `value`, or (`awaited`) it has been waited for."""
+        before, self._last = self._last, self._now()
+        c = step.relayout
+        if c is None or not c.kind.communicates:
+            self._add(step, phase, COMPUTE, before, self._last, {})
+        elif awaited:
+            issued, ended, about = self._issued.pop((phase, step.out))
+            end = self._last
+            self._measured.append((step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, about))
+        else:
+            about = {"kind": str(c.kind), "axes": ",".join(c.axes), "bytes": self.sent}
+            if not hasattr(value, "works"):  # the results of simulated ranks, which wait for no one
+                self._add(step, phase, COMMUNICATION, before, self._last, about)
+                return
+            done: list[Stamp] = []
+            self._issued[phase, step.out] = before, done, about
+            if not self._cuda:
+                with contextlib.suppress(RuntimeError):  # gloo's reduce_scatter has no future: it ends when waited for
+                    value.works[-1].get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
+
+    def spans(self) -> list[Span]:
+        """What was measured, from the first step's beginning."""
+        if self._origin is not None and self._cuda:
+            torch.cuda.synchronize()
+        spans = []
+        for name, phase, lane, start, end, args in self._measured:
+            begin = _seconds(self._origin, start)
+            spans.append(Span(name, phase, lane, begin, max(_seconds(self._origin, end()) - begin, 0.0), args))
+        return spans
+
+    def _add(self, step: Instruction, phase: str, lane: str, start: Stamp, end: Stamp, args: dict[str, Any]) -> None:
+        self._measured.append((step.name, phase, lane, start, lambda: end, args))
+
+    def _now(self) -> Stamp:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(origin: Stamp, stamp: Stamp) -> float:
+    return float(stamp - origin if isinstance(stamp, float) else origin.elapsed_time(stamp) / 1e3)
+
+
+_timelines: list[_SpanRecorder] = []
+
+
+@contextlib.contextmanager
+def record_timeline() -> Iterator[list[Span]]:
+    """Collect when each operator and each collective of the steps inside the block runs, on this rank, with the names
+    that `program.schedule` predicts them by. The list is filled when the block ends.
+
+    In simulation operators are those of the first rank, and between them there is time that the others take. A
+    collective lasts while its results are made; what the ranks add up before, as they run, is in no span.
+
+    Telling the time takes some: about a microsecond for each operator.
+    """
+    timeline, spans = _SpanRecorder(), list[Span]()
+    _timelines.append(timeline)
+    try:
+        yield spans
+    finally:
+        _timelines.remove(timeline)
+        spans += timeline.spans()
+
+
+def timed() -> bool:
+    """Whether anyone listens to instructions."""
+    return bool(_timelines)
+
+
+def begin(inputs: Sequence[Any]) -> None:
+    """Tell the listeners that code runs with `inputs`."""
+    for timeline in _timelines:
+        timeline.begin(inputs)
+
+
+def resume() -> None:
+    """Tell the listeners that the last instruction is long done, and the next one begins."""
+    for timeline in _timelines:
+        timeline.resume()
+
+
+def marking(code: Code) -> Mark:
+    """What tells the listeners of the instructions of `code`."""
+
+    def mark(step: Instruction, value: Any, awaited: bool) -> None:
+        for timeline in _timelines:
+            timeline.mark(code.phase, step, value, awaited)
+
+    return mark

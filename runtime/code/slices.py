@@ -1,0 +1,122 @@
+"""Slices of tensors that ranks hold, put together and cut apart: short ones, and the windows that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...strategy.cut import SliceWindow, Strip
+from ...strategy.layout import Layout
+from ...strategy.placement import Shard
+from .strides import Strides, contiguous
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Where a tensor of global `shape` is. `strides`: those that it has as a whole, as on one device; None: any."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    strides: Strides | None = None
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether no slice of it is short."""
+        return not self.layout.cuts or self.layout.divides(self.shape)
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that `rank` holds, without the padding of its slices."""
+        return tuple(s.stop - s.start for s in self.layout.slices(self.shape, rank))
+
+
+def padded(part: Tensor, dim: int, width: int) -> Tensor:
+    """`part` with zeros behind its end along `dim`, so that it has `width` elements there."""
+    missing = width - part.shape[dim]
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat((part, part.new_zeros(shape)), dim)
+
+
+def part_of(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The part that `rank` has of a whole `tensor`, contiguous; zeros where its slices are short."""
+    shape = tuple(tensor.shape)
+    return full_part(tensor[layout.slices(shape, rank)], layout.local_shape(shape))
+
+
+def full_part(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`part` of the local `shape`, contiguous; zeros where its slices are short."""
+    for dim, width in enumerate(shape):
+        part = padded(part, dim, width)
+    return contiguous(part)
+
+
+def short_part(part: Tensor, placed: Placed, rank: int) -> Tensor:
+    """What `rank` has of a tensor in its full `part`."""
+    return part if placed.even else part[tuple(slice(0, size) for size in placed.held(rank))]
+
+
+def pieces(whole: Tensor, placement: Shard, count: int) -> Sequence[Tensor]:
+    """The slices of `whole` that `count` ranks have under `placement`, short ones padded."""
+    dim, cut = placement.dim, placement.cut
+    if cut is None:
+        return whole.chunk(count, dim)
+    return [padded(whole.narrow(dim, start, stop - start), dim, cut.width) for start, stop in cut.spans]
+
+
+def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
+    """The tensor of whose slices under `placement` ranks have `parts`."""
+    dim, cut = placement.dim, placement.cut
+    if cut is not None:
+        parts = [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(parts, cut.spans, strict=True)]
+    return torch.cat(tuple(parts), dim)
+
+
+# -- Windows -----------------------------------------------------------------------------------------------------------
+
+
+def window_of(window: SliceWindow, position: int, part: Tensor, fetch: Callable[[Strip], Tensor]) -> Tensor:
+    """The window of the rank at `position`, which holds `part`; `fetch(strip)` gives what is another rank's."""
+    dim, shape = window.dim, list(part.shape)
+    shape[dim] = window.width
+    strips = window.strips(position)
+    whole = part.new_empty(shape)
+    span = window.spans[position]
+    place = 0
+    for strip in strips:
+        whole.narrow(dim, place, strip.at - place).fill_(window.filled)
+        rows = part.narrow(dim, first_row(strip), strip.rows) if strip.source == position else fetch(strip)
+        whole.narrow(dim, strip.at, strip.count).copy_(rows.flip(dim) if strip.step < 0 else rows)
+        place = strip.at + strip.count
+    whole.narrow(dim, place, span[1] - span[0] - place).fill_(window.filled)
+    whole.narrow(dim, span[1] - span[0], window.width - (span[1] - span[0])).zero_()
+    return whole
+
+
+def first_row(strip: Strip) -> int:
+    """Where in the slice of its source the elements of `strip` begin."""
+    return strip.start - (strip.count - 1) if strip.step < 0 else strip.start
+
+
+def addends_of(window: SliceWindow, strip: Strip, part: Tensor) -> Tensor:
+    """What a rank that holds `part`, the gradient of its window, adds to the rows that `strip` was made of."""
+    rows = part.narrow(window.dim, strip.at, strip.count)
+    if strip.step == 0 and strip.count > 1:
+        return rows.sum(window.dim, keepdim=True)
+    return rows.flip(window.dim) if strip.step < 0 else rows
+
+
+def slice_of(window: SliceWindow, position: int, part: Tensor, received: Sequence[tuple[Strip, Tensor]]) -> Tensor:
+    """The sum of all addends of the slice of the rank at `position`, whose own are in `part`."""
+    dim, shape = window.dim, list(part.shape)
+    shape[dim] = window.cut.width
+    total = part.new_zeros(shape)
+    own = [(strip, addends_of(window, strip, part)) for strip in window.strips(position) if strip.source == position]
+    for strip, rows in (*own, *received):
+        total.narrow(dim, first_row(strip), strip.rows).add_(rows)
+    return total

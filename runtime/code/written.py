@@ -1,0 +1,43 @@
+"""What a call writes into is written where it lies: a cache of keys and values has no copy.
+
+In the graph of a call an input that the function writes into is an input and an output, the new value. Where all that
+happens to it is that one operator puts elements in the place of its own, and nothing else that is returned may have its
+memory, the program writes into the part that it is given. (A call that fails half-way has then written some, as in
+PyTorch.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from ...propagation.graph.port import Role
+from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.step import Step, returned_by
+from .memory import memory_of, overwriting
+from .slices import Placed
+
+
+def written_in_place(step: Step, graph: fx.Graph) -> Mapping[int, int]:
+    """The outputs of `step`, by their places, that are inputs written in place: the place of each one's input. `graph`
+    is the forward, with its results and nothing that a backward reads."""
+    inputs = {p.port.name: i for i, p in enumerate(step.program.inputs) if p.port.role is Role.INPUT}
+    placeholders, returned = graph.find_nodes(op="placeholder"), returned_by(graph)
+    memory = [memory_of(node) if isinstance(node, fx.Node) else None for node in returned]
+    found: dict[int, int] = {}
+    for out, (placed, node) in enumerate(zip(step.program.outputs, returned, strict=True)):
+        if placed.port.role is not Role.INPUT_UPDATE:
+            continue
+        place = inputs[placed.port.name]
+        overwrite = overwriting(node, {placeholders[place]}) if node.op == "call_function" else None
+        written = overwrite is not None and overwrite.owner is placeholders[place] is overwrite.args[0]
+        if written and memory.count(node) == 1 and _lie_alike(step.program.inputs[place], placed):
+            found[out] = place
+    return found
+
+
+def _lie_alike(given: PlacedPort, placed: PlacedPort) -> bool:
+    """Whether a part of the input may become the part of the output."""
+    same = (given.layout, given.shape, given.dtype) == (placed.layout, placed.shape, placed.dtype)
+    return same and not given.layout.adds and Placed(given.layout, given.shape).even

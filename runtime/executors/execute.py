@@ -1,0 +1,186 @@
+"""One rank of torch.distributed: a value is this rank's tensor, and a conversion is a collective of a process group.
+
+A collective is issued when its operands are ready and waited for where its result is read (`issue.py`).
+
+What draws from a generator (the keys of a call's random numbers, or the numbers themselves) does so on every rank,
+each from its own: the ranks see the same as long as their generators agree (`random_state.py`, `agreement.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...propagation.program.local_program import PlacedPort
+from ...strategy.errors import RuntimeStateError
+from ...strategy.layout import Layout
+from ...strategy.mesh import Mesh
+from ...strategy.torch_mesh import own_group, to_device_mesh
+from ..code.functions import Bind, Run, compile_code
+from ..code.instructions import Code, Instruction, Mark, Relayout
+from ..code.local_conversions import LOCAL
+from ..code.slices import Placed, full_part, part_of, short_part
+from ..code.strides import laid_out
+from ..launching.process import device_type
+from ..ranks.watch import told, watch
+from ..torch_internals import local_part_of, timeout_of
+from .issue import ISSUERS, Scratch, Seat, as_bytes
+
+_world: Any = None
+_device_meshes: dict[Mesh, DeviceMesh] = {}
+_groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The DeviceMesh of `mesh`, made once for a process group; every rank calls it, in the same order.
+
+    Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
+    """
+    global _world  # noqa: PLW0603 - meshes of a group that has ended are of no use
+    if not dist.is_initialized():
+        raise RuntimeStateError("there is no process group; call init() in a process that a launcher started")
+    if _world is not dist.group.WORLD:
+        _device_meshes.clear()
+        _groups.clear()
+        _world = dist.group.WORLD
+    if mesh not in _device_meshes:
+        _device_meshes[mesh] = to_device_mesh(mesh, device_type(), timeout_of(dist.group.WORLD))
+    return _device_meshes[mesh]
+
+
+def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """The process group of this rank along `axes`, its ranks in the order of `mesh.group`: for programs only. In
+    a group that others use too, such as that of a DeviceMesh, a collective that one rank alone calls (`full_tensor`, to
+    print a parameter) would meet one of a program's on another rank.
+
+    They are made when they are first asked for, once; every rank asks, in the same order. Raises RuntimeStateError as
+    `device_mesh` does, and StrategyError as `mesh.group` does.
+    """
+    device_mesh(mesh)
+    if (mesh, axes) not in _groups:
+        _groups[mesh, axes] = own_group(mesh.groups(*axes), timeout_of(dist.group.WORLD), ",".join(axes))
+    return _groups[mesh, axes]
+
+
+class Worker:
+    """Runs the program of this process's rank of `mesh`; every rank makes one, in the same order.
+
+    Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
+    """
+
+    late = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.device_mesh = device_mesh(mesh)
+        self.rank = dist.get_rank()
+        self._scratch = Scratch()
+
+    def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """This rank's part of a `tensor` that every rank holds whole; zeros where its slices are short."""
+        return part_of(tensor, layout, self.rank)
+
+    def enter(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
+    ) -> list[Tensor]:
+        """This rank's parts: of DTensors those that they hold, and plain tensors are parts already. Raises
+        RuntimeStateError if one has another shape."""
+        parts = []
+        for i, (tensor, port) in enumerate(zip(tensors, placed, strict=True)):
+            part = local_part_of(tensor) if isinstance(tensor, DTensor) else tensor
+            if part.shape != port.local_shape and part.shape == Placed(port.layout, port.shape).held(self.rank):
+                part = full_part(part, port.local_shape)
+            if part.shape != port.local_shape:
+                raise RuntimeStateError(
+                    f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "
+                    f"{port.layout} has the shape {list(port.local_shape)}: cut whole tensors with Worker.cut"
+                )
+            parts.append(part if i in views else part.contiguous())
+        return parts
+
+    def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
+        """The values: they stay this rank's parts, as far as its slices go. What may share memory is copied."""
+        parts = [
+            short_part(value, place, self.rank) if place.strides is None or place.layout.cuts or place.layout.adds
+            else laid_out(value, place.strides)
+            for value, place in zip(values, placed, strict=True)
+        ]  # fmt: skip
+        return [part.clone() if held else part for part, held in zip(parts, shared, strict=True)]
+
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
+        """The part of a tensor placed like `placed` that is zero."""
+        return torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)
+
+    def pack(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Values are tensors already."""
+        return list(values)
+
+    unpack = pack
+
+    def load(self, code: Code, mark: Mark | None = None) -> Run:
+        """`code` as a function, from this rank's part of every input to that of every output."""
+        run, own = compile_code(code, self, mark), watch()
+        if own.size == 1:
+            return run
+        identity, draws = code.identity, any(step.once for step in code.instructions)
+        where = next((code.describe(step) for step in code.instructions if step.communicates), "")
+        noted = draws or bool(where) or code.phase == "backward"  # what a rank may do for itself is its own affair
+        where = where or f"the {code.phase}"
+
+        def watched(inputs: list[Any]) -> list[Any]:
+            own.check()
+            if noted:
+                own.ran(identity, where, draws)
+            try:
+                return run(inputs)
+            except Exception as error:
+                if (explained := told(error)) is error:
+                    raise
+                raise explained from error
+
+        return watched
+
+    def run(self, code: Code, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs of `code` on this rank."""
+        return self.load(code)(list(inputs))
+
+    def express(self, step: Instruction, bind: Bind) -> str:
+        """`step` for this rank, with conversions as functions of their operands."""
+        c = step.relayout
+        if c is not None:
+            return f"{bind(self._converter(c))}({', '.join(f'v{slot}' for slot in step.operands)})"
+        if step.along:
+            return bind(torch.tensor(self.mesh.position(self.rank, *step.along)))
+        return step.in_place or step.text
+
+    def ranks(self, c: Relayout) -> tuple[int, ...]:
+        """The ranks that a conversion is among."""
+        return next(tuple(ranks) for ranks in self.mesh.groups(*c.axes) if self.rank in ranks)
+
+    def _converter(self, c: Relayout) -> Callable[..., Any]:
+        position = self.mesh.position(self.rank, *c.axes)
+        if c.kind.communicates:
+            return ISSUERS[c.kind](c, Seat(process_group(self.mesh, c.axes), position, self._scratch))
+        local = LOCAL[c.kind]
+        if c.grouped:
+            return lambda *parts: [local(c, part, position) for part in parts]
+        return lambda part: local(c, part, position)
+
+
+# -- The same values on every rank -----------------------------------------------------------------------------------
+
+
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Write rank 0's values into `tensors` on every rank, in place; every rank calls it."""
+    with torch.no_grad():
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(as_bytes(whole), 0)
+            if whole is not tensor:
+                tensor.copy_(whole)

@@ -1,0 +1,357 @@
+"""How each kind of collective is issued on a process group: one entry of `ISSUERS` for each.
+
+A collective is issued when its operands are ready and waited for where its result is read (`Pending`). What only moves
+data is sent as bytes, so every dtype can be; gloo and NCCL add up all dtypes but 16-bit ints (done here as 32-bit ones)
+and 8-bit floats (an error of the backend).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...propagation.ops.kinds import WORTH_A_CALL
+from ...strategy.cut import SliceWindow, Strip
+from ...strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
+from ...strategy.torch_mesh import has_nccl
+from ..code.instructions import Relayout
+from ..code.record import note
+from ..code.slices import addends_of, first_row, joined, pieces, slice_of, window_of
+from ..code.strides import contiguous
+from ..ranks.stragglers import waits
+from ..torch_internals import coalescing_manager
+
+# torch 2.13 renamed these two and warns about the old names.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_MAPPED = 2**25  # bytes: from there on glibc's malloc maps memory for each call
+_ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
+
+
+class Pending:
+    """Collectives that were issued: what waits for them, and what makes the tensors of their results."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], list[Tensor]], single: bool) -> None:
+        self.works, self._finish, self._single = works, finish, single
+
+    def wait(self) -> Any:
+        """The result: of a collective of one tensor that tensor, else all of them."""
+        with waits:
+            for work in self.works:
+                work.wait()
+        results = self._finish()
+        return results[0] if self._single else results
+
+
+class Scratch:
+    """Memory for what is sent and received, given back when that is over. Large pieces are kept on a CPU: its allocator
+    maps and clears such memory anew each time, which takes longer than a copy. (Smaller ones it keeps by itself, as the
+    allocator of a GPU does, and then others may have them meanwhile.)
+
+    Kept are as many pieces as were taken at a time; one that is too small makes room for a larger one."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []  # bytes, the smallest first
+        self._taken: dict[int, Tensor] = {}  # by address
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """A vector of `count` elements like those of `like`, with any values."""
+        size = count * like.element_size()
+        if like.device.type != "cpu" or size < _MAPPED:
+            return like.new_empty(count)
+        place = bisect_left(self._kept, size, key=len)
+        if place < len(self._kept):
+            whole = self._kept.pop(place)
+        else:
+            del self._kept[-1:]
+            whole = torch.empty(size, dtype=torch.uint8)
+        self._taken[whole.data_ptr()] = whole
+        return whole[:size].view(like.dtype)
+
+    def give_back(self, taken: Iterable[Tensor]) -> None:
+        """Take these back. Nothing may read them from now on."""
+        for tensor in taken:
+            if (whole := self._taken.pop(tensor.data_ptr(), None)) is not None:
+                insort(self._kept, whole, key=len)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this rank takes part in a collective: its position in the process group, and memory to send from."""
+
+    group: Any
+    position: int
+    scratch: Scratch
+
+
+Issue = Callable[..., Pending]  # of the tensors of a conversion
+Issuer = Callable[[Relayout, Seat], Issue]
+
+
+# -- Several tensors as one collective -------------------------------------------------------------------------------
+
+# The work of a collective, what makes its results when that is done, and the memory that it reads until then.
+_Issued = tuple[Any, Callable[[], list[Tensor]], Tensor]
+_Send = Callable[[Relayout, list[Tensor], list[bool], Seat], _Issued]
+
+
+@dataclass(frozen=True)
+class _Together:
+    """A kind of collective of which one call can carry several tensors.
+
+    send       one call for tensors of one dtype; of each it is told whether its memory may hold its result
+    adds       each element is made of those at its place, so that a tensor may become its own result
+    coalesces  NCCL can run several calls as one, without a copy
+    """
+
+    send: _Send
+    adds: bool = False
+    coalesces: bool = True
+
+    def __call__(self, c: Relayout, seat: Seat) -> Issue:
+        coalesces = self.coalesces and len(c.tags) > 1 and has_nccl(seat.group)
+        return lambda *parts: self._started(c, parts, seat, coalesces)
+
+    def _started(self, c: Relayout, parts: Sequence[Tensor], seat: Seat, coalesces: bool) -> Pending:
+        """Issue the collectives of `c` for all of `parts`: one, or several together where that saves a copy."""
+        note(c, parts)
+        batches = self._batches(c, parts, coalesces)
+        with coalescing_manager(seat.group, async_ops=True) if coalesces else nullcontext() as manager:
+            issued = [self.send(c, [parts[i] for i in batch], [c.owned[i] for i in batch], seat) for batch in batches]
+        works = [manager] if coalesces else [work for work, _, _ in issued]
+        count = len(parts)  # what was sent may be let go before it is waited for
+
+        def finish() -> list[Tensor]:
+            results = {i: result for batch, (_, received, _) in zip(batches, issued, strict=True)
+                       for i, result in zip(batch, received(), strict=True)}  # fmt: skip
+            return [contiguous(results[i]) for i in range(count)]
+
+        return Pending(works, finish, not c.grouped)
+
+    def _batches(self, c: Relayout, parts: Sequence[Tensor], coalesces: bool) -> list[list[int]]:
+        """Which of `parts` are copied into one buffer. A backend that coalesces takes each by itself, and so is one
+        that can be added up where it is and is so large that the copy would cost more than a call."""
+        every = range(len(parts))
+        if coalesces:
+            return [[i] for i in every]
+        alone = [
+            i
+            for i in every
+            if self.adds and may_become_its_sum(parts[i], c.owned[i]) and parts[i].nbytes >= WORTH_A_CALL
+        ]
+        rest = [i for i in every if i not in alone]
+        return [[i] for i in alone] + ([rest] if rest else [])
+
+
+def may_become_its_sum(part: Tensor, owned: bool) -> bool:
+    """Whether a part may become its own sum."""
+    return owned and part.dtype not in _ADDED_AS and part.is_contiguous()
+
+
+def _all_reduce(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
+    """The sums or maxima of `parts` over the group, in place or of copies in one buffer."""
+    reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
+    dtype = parts[0].dtype
+    wide = _ADDED_AS.get(dtype, dtype)
+    taken: list[Tensor] = []
+    if len(parts) > 1:
+        rows, taken = _pack([part[None] for part in parts], seat.scratch)
+        buffer = rows.view(-1).to(wide)
+    elif may_become_its_sum(parts[0], owned[0]):
+        buffer = parts[0]
+    else:
+        buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
+    shapes = [part.shape for part in parts]
+    into = list(map(may_become_its_sum, parts, owned))
+
+    def reduced() -> list[Tensor]:
+        sums = buffer.to(dtype)
+        if len(shapes) == 1:
+            return [sums]
+        pieces = [piece[0] for piece in _unpack(sums[None], shapes)]
+        results = [
+            part.copy_(piece) if own else piece.clone() for part, own, piece in zip(parts, into, pieces, strict=True)
+        ]
+        seat.scratch.give_back(taken)
+        return results
+
+    return dist.all_reduce(buffer, reduction, group=seat.group, async_op=True), reduced, buffer
+
+
+def _reduce_scatter(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
+    """This rank's slices of the sums of `parts`."""
+    stacks = [_pieces(part, c.target, c.size) for part in parts]
+    rows, taken = _pack(stacks, seat.scratch)
+    sent = rows.to(_ADDED_AS.get(rows.dtype, rows.dtype))
+    alone, shapes = len(parts) == 1, [stack.shape[1:] for stack in stacks]
+    out = _room(sent.shape[1], sent, alone, taken, seat.scratch)
+    dtype, width = rows.dtype, rows.shape[1]
+    work = reduce_scatter(out, sent.view(-1), group=seat.group, async_op=True)
+
+    def received() -> list[Tensor]:
+        slices = [piece[0] for piece in _unpack(out.to(dtype).view(1, width), shapes)]
+        results = slices if alone else [piece.clone() for piece in slices]
+        seat.scratch.give_back(taken)
+        return results
+
+    return work, received, sent
+
+
+def _all_gather(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
+    """The tensors of whose slices ranks hold `parts`."""
+    return _collected(c, [part[None] for part in parts], all_gather, seat)
+
+
+def _all_to_all(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
+    """Slices along one dim of the tensors of whose slices along another ranks hold `parts`."""
+    return _collected(c, [_pieces(part, c.target, c.size) for part in parts], dist.all_to_all_single, seat)
+
+
+def _collected(c: Relayout, stacks: list[Tensor], call: Callable[..., Any], seat: Seat) -> _Issued:
+    """Send `stacks` of pieces by `call`, and join those that come from all ranks."""
+    rows, taken = _pack(stacks, seat.scratch)
+    short = isinstance(c.source, Shard) and c.source.cut is not None
+    whole = len(stacks) == 1 and c.dims[0] == 0 and not short  # what is received is the result
+    out = _room(rows.shape[1] * c.size, rows, whole, taken, seat.scratch)
+    work = call(as_bytes(out), as_bytes(rows), group=seat.group, async_op=True)
+    shapes, width = [stack.shape[1:] for stack in stacks], rows.shape[1]
+
+    def received() -> list[Tensor]:
+        pieces = _unpack(out.view(c.size, width), shapes)
+        results = [piece.flatten(0, 1) if whole else _joined(piece, c.source) for piece in pieces]
+        seat.scratch.give_back(taken)
+        return results
+
+    return work, received, rows
+
+
+def _room(count: int, like: Tensor, kept: bool, taken: list[Tensor], scratch: Scratch) -> Tensor:
+    """A vector to receive into: new memory where it is `kept` as the result, else of `scratch`, and so `taken`."""
+    if kept:
+        return like.new_empty(count)
+    taken.append(scratch.take(count, like))
+    return taken[-1]
+
+
+def _pieces(part: Tensor, placement: Placement, n: int) -> Tensor:
+    """The slices of `part` that `n` ranks have under `placement`, stacked."""
+    assert isinstance(placement, Shard)
+    if placement.cut is not None:
+        return torch.stack(list(pieces(part, placement, n)))
+    dim = placement.dim
+    stacked: Tensor = part.unflatten(dim, (n, part.shape[dim] // n))
+    return stacked.movedim(dim, 0)
+
+
+def _joined(stack: Tensor, placement: Placement) -> Tensor:
+    """The tensor whose slices under `placement` are stacked in `stack`."""
+    assert isinstance(placement, Shard)
+    return joined(stack.unbind(), placement)
+
+
+def _pack(stacks: list[Tensor], scratch: Scratch) -> tuple[Tensor, list[Tensor]]:
+    """Stacks of pieces as one matrix, a row of which goes to one rank, and what of it was taken from `scratch`."""
+    shape = stacks[0].shape[0], sum(stack[0].numel() for stack in stacks)
+    if len(stacks) == 1 and stacks[0].is_contiguous():
+        return stacks[0].view(shape), []
+    rows = scratch.take(math.prod(shape), stacks[0]).view(shape)
+    for columns, stack in zip(_unpack(rows, [stack.shape[1:] for stack in stacks]), stacks, strict=True):
+        columns.copy_(stack)
+    return rows, [rows]
+
+
+def _unpack(matrix: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The stacks of pieces of these shapes that lie side by side in `matrix`."""
+    columns = matrix.split([shape.numel() for shape in shapes], 1)
+    return [column.view(len(matrix), *shape) for column, shape in zip(columns, shapes, strict=True)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: neither backend moves every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# -- Windows -----------------------------------------------------------------------------------------------------------
+
+_Messages = Sequence[tuple[int, Strip]]  # the other rank of each, by position, and what it is of
+
+
+def _messages(window: SliceWindow, position: int) -> tuple[_Messages, _Messages]:
+    """What the rank at `position` sends in an exchange, and what it receives, each in the order of the other ranks."""
+    ranks = range(len(window.spans))
+    asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
+    needed = sorted(((strip.source, strip) for strip in window.strips(position) if strip.source != position),
+                    key=lambda message: message[0])  # fmt: skip
+    return (needed, asked) if window.adds else (asked, needed)
+
+
+def _exchange(c: Relayout, seat: Seat) -> Issue:
+    window, position = c.window, seat.position
+    assert window is not None
+    leaving, coming = _messages(window, position)
+    return lambda part: _exchanged(c, window, part, position, leaving, coming, seat.group)
+
+
+def _exchanged(
+    c: Relayout, window: SliceWindow, part: Tensor, position: int, leaving: _Messages, coming: _Messages, group: Any
+) -> Pending:
+    """Send neighbours what they need of this rank's slice for their windows, or what they have to add to their slices,
+    and receive theirs; what stays here is copied when the rest has come."""
+    note(c, [part])
+
+    def rows(strip: Strip) -> Tensor:
+        if window.adds:
+            return addends_of(window, strip, part)
+        return part.narrow(window.dim, first_row(strip), strip.rows)
+
+    row = part.numel() // part.shape[window.dim]
+    sent = [rows(strip).reshape(-1) for _, strip in leaving]
+    outgoing = torch.cat(sent) if sent else part.new_empty(0)
+    incoming = part.new_empty(row * sum(strip.rows for _, strip in coming))
+
+    def bytes_by_rank(messages: _Messages) -> list[int]:
+        counts = [0] * len(window.spans)
+        for other, strip in messages:
+            counts[other] += strip.rows * row * part.element_size()
+        return counts
+
+    work = dist.all_to_all_single(
+        as_bytes(incoming),
+        as_bytes(outgoing),
+        bytes_by_rank(coming),
+        bytes_by_rank(leaving),
+        group=group,
+        async_op=True,
+    )
+
+    def finish() -> list[Tensor]:
+        shape = list(part.shape)
+        received = []
+        counts = [strip.rows for _, strip in coming]
+        for (_, strip), flat in zip(coming, incoming.split([row * n for n in counts]), strict=True):
+            shape[window.dim] = strip.rows
+            received.append((strip, flat.view(shape)))
+        if window.adds:
+            return [slice_of(window, position, part, received)]
+        return [window_of(window, position, part, dict(received).__getitem__)]
+
+    return Pending([work], finish, True)
+
+
+ISSUERS: Mapping[Kind, Issuer] = {
+    Kind.ALL_REDUCE: _Together(_all_reduce, adds=True),
+    Kind.ALL_GATHER: _Together(_all_gather),
+    Kind.REDUCE_SCATTER: _Together(_reduce_scatter),
+    Kind.ALL_TO_ALL: _Together(_all_to_all, coalesces=False),
+    Kind.EXCHANGE: _exchange,
+}
+"""For each kind what makes, of a conversion and a rank's seat, the function that issues it."""

@@ -1,0 +1,270 @@
+"""How many bytes of tensors one rank holds while a step runs, from the text of its two graphs alone.
+
+A tensor's memory is there from the operator that makes it to the last one, forward or backward, that reads it or a view
+of it. What overwrites its operand (memory.py) takes none. A collective holds what it sends and what it receives from
+where it is issued until it is waited for (functions.py, issue.py). What the step returns, results and gradients, is
+there until the end; so are its inputs, which are not counted. What operators need for themselves while they run is not
+in the text, nor is what a backend has of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, fx
+
+from ...propagation.graph.nodes import bytes_of, is_view
+from ...propagation.graph.origins import computed_again
+from ...propagation.ops.collectives import convert, convert_group, kind_of
+from ...propagation.ops.kinds import WORTH_A_CALL
+from ...propagation.program.step import Step, returned_by
+from ...strategy.placement import Kind, Shard, placement_from_code
+from ..code.assemble import members_late, operands_of, relayout_of
+from ..code.functions import overdue
+from ..code.instructions import Relayout
+from ..code.memory import overwriting
+from ..code.written import written_in_place
+from .issue import may_become_its_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes that are there while `node`, an operator of the "forward" or the "backward", runs."""
+
+    phase: str
+    node: fx.Node
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak(Moment):
+    """The moment at which most is held, and what of it is
+
+    kept        made by the forward, and read by the backward
+    again       computed once more by the backward, as the plan says
+    gradients   of inputs: what the backward returns
+    """
+
+    kept: int
+    again: int
+    gradients: int
+
+
+def moments(step: Step) -> list[Moment]:
+    """What a rank holds beside the inputs while each operator of `step` runs, in their order."""
+    return _Held(step).moments()
+
+
+def peak(step: Step) -> Peak:
+    """When a rank holds most beside the inputs, the first time that it does."""
+    return _Held(step).peak()
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A collective under way.
+
+    beside    bytes of its own that it holds until it is waited for
+    reads     it reads its operands until then
+    received  its results are there from the start on
+    own       those of its operands, by position, that become its results
+    """
+
+    beside: int
+    reads: bool = False
+    received: bool = False
+    own: frozenset[int] = frozenset()
+
+
+class _Held:
+    """Intervals of memory. Operator i runs at 2 i + 1; what it waits for is there at 2 i."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.written: set[fx.Node] = set()
+        if step.backward is None:
+            placeholders = step.forward.graph.find_nodes(op="placeholder")
+            self.written = {placeholders[place] for place in written_in_place(step, step.forward.graph).values()}
+        self.calls: list[tuple[str, fx.Node]] = []
+        self.memory: dict[fx.Node, Hashable] = {}  # in whose memory a value lies
+        self.sizes: dict[Hashable, int] = {}
+        self.first: dict[Hashable, int] = {}
+        self.last: dict[Hashable, int] = {}
+        self.flights: list[tuple[int, int, int]] = []  # from, to, bytes
+        self.gradients: set[Hashable] = set()
+        returned = returned_by(step.forward.graph)
+        outputs = len(step.program.outputs) if step.backward is not None else len(returned)
+        self.again: set[Hashable] = set()
+        self.ends = [node for node in returned[:outputs] if isinstance(node, fx.Node)]
+        self._run("forward", step.forward.graph)
+        self._returned = {self.memory[node] for node in self.ends}
+        if step.backward is not None:
+            saved = zip(returned[outputs:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
+            self.memory |= {placeholder: self.memory[kept] for kept, placeholder in saved}
+            self._run("backward", step.backward.graph)
+            gradients = [node for node in returned_by(step.backward.graph) if isinstance(node, fx.Node)]
+            self.gradients = {self.memory[node] for node in gradients}
+            self.ends += gradients
+        self.last |= {self.memory[node]: 2 * len(self.calls) for node in self.ends}
+
+    def moments(self) -> list[Moment]:
+        """The sums of all intervals."""
+        held = self._sums()
+        return [Moment(phase, node, max(held[2 * i : 2 * i + 2])) for i, (phase, node) in enumerate(self.calls)]
+
+    def _sums(self) -> list[int]:
+        lives = ((start, self.last[key], self.sizes[key]) for key, start in self.first.items())
+        changes = [0] * (2 * len(self.calls) + 2)
+        for start, stop, size in (*lives, *self.flights):
+            changes[start] += size
+            changes[stop + 1] -= size
+        return list(accumulate(changes))
+
+    def peak(self) -> Peak:
+        """The largest of the sums, and what it is of."""
+        held = self._sums()
+        when = max(range(len(held)), key=held.__getitem__)
+        phase, node = self.calls[min(when // 2, len(self.calls) - 1)]
+        there = {key for key, start in self.first.items() if start <= when <= self.last[key]}
+        backward = 2 * next((i for i, (phase, _) in enumerate(self.calls) if phase == "backward"), len(self.calls))
+        gradients = there & self.gradients
+        kept = {key for key in there - gradients if self.first[key] < backward <= self.last[key]} - self._returned
+        again = (there & self.again) - gradients - kept
+
+        def total(keys: set[Hashable]) -> int:
+            return sum(self.sizes[key] for key in keys)
+
+        return Peak(phase, node, held[when], total(kept), total(again), total(gradients))
+
+    def _run(self, phase: str, graph: fx.Graph) -> None:
+        """Follow the nodes of a graph in the order in which they run."""
+        nodes = members_late(list(graph.nodes))
+        start = len(self.calls)
+        at = {node: start + i for i, node in enumerate(n for n in nodes if n.op in ("call_function", "get_attr"))}
+        waits = _waits(nodes, at, start + len(at))
+        for node in nodes:
+            if node not in at:
+                if node.op == "placeholder":
+                    self._lies(node, self.memory.get(node, node), 0, 0)
+                continue
+            self.calls.append((phase, node))
+            now = 2 * at[node] + 1
+            for operand in node.all_input_nodes:
+                self._read(operand, now)
+            if node in waits and (relayout := relayout_of(node, phase)) is not None:
+                self._issued(node, now, 2 * waits[node], relayout)
+            elif node.target is not operator.getitem or node not in self.memory:
+                self._made(node, now)
+            if node in self.memory:
+                self._read(node, now)
+            if phase == "backward" and computed_again(node) and node in self.memory:
+                self.again.add(self.memory[node])
+
+    def _lies(self, node: fx.Node, key: Hashable, size: int, start: int) -> None:
+        """`node` lies in the memory of `key`, which is new from `start` on, if it was not there before."""
+        self.memory[node] = key
+        if key not in self.sizes:
+            self.sizes[key] = size
+            self.first[key] = self.last[key] = start
+
+    def _read(self, node: fx.Node, when: int) -> None:
+        key = self.memory[node]
+        self.last[key] = max(self.last[key], when)
+
+    def _made(self, node: fx.Node, now: int) -> None:
+        """What a call that waits for nobody gives."""
+        operand = next(iter(node.all_input_nodes), None)
+        overwritten = overwriting(node, self.written)
+        if overwritten is not None:
+            self._lies(node, self.memory[overwritten.owner], 0, now)
+        elif operand is not None and (is_view(node) or _looks_at_its_operand(node)):
+            self._lies(node, self.memory[operand], 0, now)
+        elif operand is not None and node.target is operator.getitem:
+            self._lies(node, self.memory[operand], 0, now)  # one of the views that a call gives
+        else:
+            results = [user for user in node.users if user.target is operator.getitem]
+            for user in results if not is_view(node) else ():
+                self._lies(user, (node, user.args[1]), bytes_of(user.meta.get("val")), now)
+            self._lies(node, node, 0 if results else bytes_of(node.meta.get("val")), now)
+
+    def _issued(self, node: fx.Node, now: int, end: int, c: Relayout) -> None:
+        """What a collective gives that is waited for at `end`, and what it holds until then."""
+        operands = operands_of(node)
+        parts = [operand.meta["val"] for operand in operands]
+        results = [node.meta["val"]] if node.target is convert else list(node.meta["val"])
+        flight = _flight(c, parts, results)
+        self.flights.append((now, end, flight.beside))
+        users = {0: node} if node.target is convert else {user.args[1]: user for user in node.users}
+        if node.target is convert_group:
+            self._lies(node, node, 0, now)
+        for i, operand in enumerate(operands):
+            if flight.reads or i in flight.own:
+                self._read(operand, end)
+            if i not in users:
+                continue
+            if i in flight.own:
+                self._lies(users[i], self.memory[operand], 0, now)
+            else:
+                self._lies(users[i], (node, i), bytes_of(results[i]), now if flight.received else end)
+
+
+def _waits(nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
+    """The call before which each collective is waited for: that which reads it first, or, as functions.py has it, one
+    that would have too many under way. `at`: the number of each call; `end`: that of the end."""
+    found: dict[fx.Node, int] = {}
+    pending: dict[fx.Node, Relayout] = {}
+    for node in nodes:
+        if node not in at:
+            continue
+        issued = relayout_of(node, "") if node.target in (convert, convert_group) else None
+        for other in (*node.all_input_nodes, *overdue(issued, pending)):
+            if pending.pop(other, None) is not None:
+                found[other] = at[node]
+        if issued is not None and issued.kind.communicates:
+            pending[node] = issued
+    return found | dict.fromkeys(pending, end)
+
+
+def _flight(c: Relayout, parts: Sequence[Tensor], results: Sequence[Tensor]) -> _Flight:
+    """What the collective `c` of `parts` holds, as issue.py does."""
+    sent, received, alone = sum(map(bytes_of, parts)), sum(map(bytes_of, results)), len(parts) == 1
+    if c.kind is Kind.ALL_REDUCE:
+        own = frozenset(i for i, part in enumerate(parts) if may_become_its_sum(part, c.owned[i]))
+        packed = [part for i, part in enumerate(parts) if i not in own or bytes_of(part) < WORTH_A_CALL]
+        if len(packed) == 1 and (alone or own):
+            packed = []
+        return _Flight(sum(map(bytes_of, packed)), not alone, alone, own)
+    if c.kind is Kind.EXCHANGE:
+        return _Flight(2 * abs(received - sent), True)
+    if c.kind is Kind.REDUCE_SCATTER:
+        as_it_is = alone and _in_pieces(c, parts[0])
+        return _Flight((0 if as_it_is else max(sent, received * c.size)) + (0 if alone else received), as_it_is, alone)
+    as_it_is = alone and (parts[0].is_contiguous() if c.kind is Kind.ALL_GATHER else _in_pieces(c, parts[0]))
+    short = isinstance(c.source, Shard) and c.source.cut is not None
+    whole = alone and c.dims[0] == 0 and not short
+    room = sent * c.size if c.kind is Kind.ALL_GATHER else sent
+    return _Flight((0 if as_it_is else sent) + (0 if whole else room), as_it_is, whole)
+
+
+def _in_pieces(c: Relayout, part: Tensor) -> bool:
+    """Whether the pieces of `part` that go to the ranks lie one after the other."""
+    full = isinstance(c.target, Shard) and c.target.cut is None
+    return full and part.is_contiguous() and math.prod(part.shape[: c.dims[1]]) == 1
+
+
+def _looks_at_its_operand(node: fx.Node) -> bool:
+    """Whether what a call gives is its operand, or a slice of it that lies in one piece."""
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    if node.target is not convert:
+        return False
+    kind, target = kind_of(str(node.args[1]), str(node.args[2])), placement_from_code(str(node.args[2]))
+    if kind is not Kind.SLICE or not isinstance(target, Shard):
+        return kind is Kind.NOTHING
+    whole, width = node.all_input_nodes[0].meta["val"], node.meta["val"].shape[target.dim]
+    return bool(whole.shape[target.dim] >= width and whole.narrow(target.dim, 0, width).is_contiguous())

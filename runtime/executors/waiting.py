@@ -1,0 +1,110 @@
+"""Gradients that wait for their reduction, while several backwards add to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...propagation.program.accumulate import Accumulation
+from ...propagation.torch_internals import version_of
+from ..code.loaded import Backward, Loader
+
+
+class Accumulating:
+    """The backwards of a Step whose reductions wait: see `Accumulation`."""
+
+    def __init__(self, accumulation: Accumulation, examples: Sequence[Any], loader: Loader) -> None:
+        self.inputs = accumulation.inputs
+        self.early = Backward(accumulation.early, examples, loader)
+        places = [i in accumulation.inputs for i in itertools.compress(itertools.count(), accumulation.early.needed)]
+        addends = [addend.contiguous() for addend in itertools.compress(self.early.examples, places)]
+        self.last = Backward(accumulation.last, [*examples, *addends], loader)
+        waiting = tuple(i in accumulation.inputs for i in range(len(accumulation.rest.needed)))
+        self.rest = Backward(replace(accumulation.rest, needed=waiting), addends, loader)
+
+
+class Reduces(Protocol):
+    """What has gradients that wait: a CompiledStep."""
+
+    def reduce(self, each: Sequence[WaitingGradient]) -> None:
+        """Reduce these, and add them to the gradients of their tensors."""
+
+
+@dataclass
+class Waiting:
+    """The gradients of one module that wait for their reduction. The backwards of calls inside of `blocks` add to them,
+    and the next other one reduces them all.
+
+    A `.grad` says whether what waits of it is still wanted: it is a zero while all of it waits, and who sets it to None
+    (as an optimizer's zero_grad does), or fills it with zeros, drops what waits."""
+
+    blocks: set[object] = field(default_factory=set)
+    kept: dict[Reduces, list[WaitingGradient]] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """Forget what is not wanted any more."""
+        for step, each in list(self.kept.items()):
+            wanted = [kept.is_wanted() for kept in each]
+            if not any(wanted):
+                del self.kept[step]
+            elif not all(wanted):
+                self.kept[step] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
+
+    def take(self) -> dict[Reduces, list[WaitingGradient]]:
+        """All that waits, which waits no longer."""
+        self.drop()
+        taken, self.kept = self.kept, {}
+        for kept in chain(*taken.values()):
+            kept.release()
+        return taken
+
+
+@dataclass(frozen=True)
+class WaitingGradient:
+    """What waits of the gradient of one tensor. `.grad` was `seen` when that began (`made`: for this), and had been
+    written `version` times."""
+
+    primal: Tensor
+    addends: list[Tensor]
+    seen: Tensor
+    version: int
+    made: bool
+
+    @classmethod
+    def of(cls, primal: Tensor, addends: list[Tensor]) -> WaitingGradient:
+        """The first of what waits."""
+        made = primal.grad is None
+        if made:
+            primal.grad = torch.zeros_like(primal, requires_grad=False)
+        assert primal.grad is not None
+        return cls(primal, addends, primal.grad, version_of(primal.grad), made)
+
+    def plus(self, addends: list[Tensor]) -> WaitingGradient:
+        """With one more."""
+        return replace(self, addends=list(map(torch.add, self.addends, addends)))
+
+    def nothing(self) -> WaitingGradient:
+        """What waits of a gradient that was dropped, beside others that were not."""
+        return WaitingGradient.of(self.primal, list(map(torch.zeros_like, self.addends)))
+
+    def is_wanted(self) -> bool:
+        """Whether nobody has dropped the gradient."""
+        gradient = self.primal.grad
+        if gradient is None or not self._is_written():
+            return gradient is not None
+        total: Any = gradient.abs().sum()
+        return bool(total.full_tensor() if hasattr(total, "full_tensor") else total)
+
+    def release(self) -> None:
+        """Nothing waits any longer: a zero that was only there to say so goes."""
+        if self.made and not self._is_written():
+            self.primal.grad = None
+
+    def _is_written(self) -> bool:
+        return self.primal.grad is not self.seen or version_of(self.seen) != self.version

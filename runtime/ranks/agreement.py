@@ -1,0 +1,187 @@
+"""Do the ranks agree? What a plan follows from, and what follows from it, has to be the same on every rank: where it is
+not, collectives do not match, and the best that can come of it is a wait without end.
+
+Each fact is a text and, for what no text holds, a checksum. The ranks meet (`watch.py`) and compare one checksum a
+fact; only for those that differ the texts are exchanged. Then every rank raises the same error, with all differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...strategy.errors import RuntimeStateError
+from .ledger import checksum
+from .watch import watch
+
+_SAME = "run the same program on every rank"
+_OWN = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # what a text may have that is a process's own
+_LISTED = 8  # differences that an error lists
+_SHOWN = 300  # characters of a text that an error shows
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that must be alike on all ranks: its name, what people read of it, a checksum of more than that, and
+    what to do where it differs. `follows`: it is told only where no fact with a smaller number differs."""
+
+    name: str
+    text: str
+    checksum: str = ""
+    fix: str = _SAME
+    follows: int = 0
+
+    @property
+    def digest(self) -> str:
+        """A few characters that differ where the fact does."""
+        return hashlib.sha256(_OWN.sub("", f"{self.text}\n{self.checksum}").encode()).hexdigest()[:16]
+
+
+def facts_of(named: Mapping[str, Tensor], fix: str, follows: int = 1) -> Iterator[Fact]:
+    """That tensors have these shapes, dtypes and bits."""
+    for name, tensor in named.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield Fact(name, f"{dtype}{list(tensor.shape)}", str(checksum(tensor)), fix, follows)
+
+
+@contextmanager
+def agreement(purpose: str, detail: str = "") -> Iterator[list[Fact]]:
+    """What the block puts in the list must be the same on all ranks when it ends; every rank comes to it. `purpose`
+    says what for, as in "plan a call of MLP", and `detail` what else other ranks are told of it.
+
+    Raises RuntimeStateError, the same on every rank, that says which ranks differ and how; and where the block fails on
+    some ranks but not on all, on the others one that says so.
+    """
+    facts: list[Fact] = []
+    try:
+        with watch().planning(f"is about to {purpose}{detail}"):
+            yield facts
+    except Exception as error:
+        with suppress(RuntimeStateError):  # of those that did not fail
+            _agree(purpose, [], f"{type(error).__name__}: {error}", detail)
+        raise
+    _agree(purpose, facts, "", detail)
+
+
+def agree(purpose: str, facts: Iterable[Fact]) -> None:
+    """`agreement` on `facts` that are there already."""
+    with agreement(purpose) as own:
+        own.extend(facts)
+
+
+def gathered(purpose: str, mine: Any) -> list[Any]:
+    """The values, which JSON has, that all ranks give, by rank; every rank comes to it.
+
+    Raises RuntimeStateError, on every rank, where some are elsewhere in the program.
+    """
+    own = watch()
+    with _giving_up():
+        verdict = json.loads(own.meet(purpose, _answer(purpose, value=mine), _listed))
+        if verdict["error"]:
+            raise RuntimeStateError(verdict["error"])
+    values: list[Any] = verdict["values"]
+    return values
+
+
+def _listed(answers: dict[int, str]) -> str:
+    """What rank 0 finds of values: what it finds of facts, and the values by rank."""
+    verdict = json.loads(_compared(answers))
+    return json.dumps({**verdict, "values": [json.loads(text).get("value") for text in answers.values()]})
+
+
+def _answer(purpose: str, refused: str = "", facts: Iterable[Fact] = (), **more: Any) -> str:
+    """What a rank hands in when it meets the others."""
+    digests = {fact.name: [fact.follows, fact.digest] for fact in facts}
+    return json.dumps({"purpose": purpose, "refused": refused, "facts": digests, **more})
+
+
+@contextmanager
+def _giving_up() -> Iterator[None]:
+    """Where a meeting in the block fails, it fails on every rank."""
+    try:
+        yield
+    except RuntimeStateError as error:
+        own = watch()
+        own.gave_up(error)
+        own.part()
+        raise
+
+
+def _agree(purpose: str, facts: list[Fact], refused: str, detail: str) -> None:
+    own = watch()
+    with _giving_up():
+        verdict = json.loads(own.meet(purpose, _answer(purpose, refused, facts), _compared, detail))
+        if verdict["differ"]:
+            told = {fact.name: [fact.text, fact.fix, fact.digest] for fact in facts if fact.name in verdict["differ"]}
+            verdict["error"] = own.meet(f"say how the ranks differ that would {purpose}", json.dumps(told), _described)
+        if verdict["error"]:
+            raise RuntimeStateError(verdict["error"])
+
+
+def _compared(answers: dict[int, str]) -> str:
+    """What rank 0 finds: an error for all, or the names of the facts that differ."""
+    each_rank: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
+    purposes = {rank: each["purpose"] for rank, each in each_rank.items()}
+    error = ""
+    if len(set(purposes.values())) > 1:
+        lines = "\n".join(f"  rank {rank} would {purpose}" for rank, purpose in purposes.items())
+        error = f"the ranks are at different points of the program; {_SAME}:\n{lines}"
+    refused = {rank: each["refused"] for rank, each in each_rank.items() if each["refused"]}
+    if not error and refused and len(refused) < len(each_rank):
+        rank, why = next(iter(refused.items()))
+        error = f"rank {rank} could not {purposes[rank]}, and other ranks could; {_SAME}:\n{why}"
+    names = {name: follows for each in each_rank.values() for name, (follows, _) in each["facts"].items()}
+    first = each_rank[0]["facts"]
+    differ = [name for name in names if any(each["facts"].get(name) != first.get(name) for each in each_rank.values())]
+    least = min((names[name] for name in differ), default=0)
+    told = [name for name in differ if names[name] == least]
+    return json.dumps({"error": error, "differ": [] if refused or error else told})
+
+
+def _described(answers: dict[int, str]) -> str:
+    """How ranks differ, for people; the first rank that differs from rank 0 stands for all."""
+    facts: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
+    lines = []
+    for name in dict.fromkeys(name for each in facts.values() for name in each):
+        texts = {rank: each[name][0] if name in each else None for rank, each in facts.items()}
+        fix = next(each[name][1] for each in facts.values() if name in each)
+        digests = {rank: each[name][2] if name in each else None for rank, each in facts.items()}
+        rank = next(rank for rank, digest in digests.items() if digest != digests[0])
+        other = f"has other values on rank {rank} than on rank 0"
+        lines.append(f"{name} {_difference(texts[0], texts[rank], rank) or other}; {fix}")
+    if len(lines) == 1:
+        return lines[0]
+    shown = [f"  - {line}" for line in lines[:_LISTED]]
+    more = [f"  - and {len(lines) - _LISTED} more"] if lines[_LISTED:] else []
+    return "\n".join(["the ranks differ:", *shown, *more])
+
+
+def _difference(first: str | None, other: str | None, rank: int) -> str:
+    """How two texts differ; "" if they do not."""
+    if first == other:
+        return ""
+    if first is None or other is None:
+        has, lacks = (0, rank) if other is None else (rank, 0)
+        return f"is there on rank {has} and not on rank {lacks}"
+    ours, theirs = first.splitlines() or [""], other.splitlines() or [""]
+    where = ""
+    if len(ours) > 1 or len(theirs) > 1:
+        line = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        line = min(len(ours), len(theirs)) if line is None else line
+        ours, theirs = ([*lines[line : line + 1], "nothing more"] for lines in (ours, theirs))
+        where = f"differs, first in line {line + 1}: it "
+    alike = next((i for i, (a, b) in enumerate(zip(ours[0], theirs[0], strict=False)) if a != b), 0)
+    return f"{where}is {_cut(ours[0], alike)} on rank 0 and {_cut(theirs[0], alike)} on rank {rank}"
+
+
+def _cut(text: str, alike: int) -> str:
+    """So much of a long `text` that it shows where it differs from another, after `alike` characters."""
+    start = max(0, min(alike - _SHOWN // 2, len(text) - _SHOWN))
+    return "..." * (start > 0) + text[start : start + _SHOWN] + "..." * (start + _SHOWN < len(text))
