@@ -36,10 +36,12 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "propagation/program/test_differentiate.py::test_each_copy_has_its_own_conversions",
     ),
     (
-        "an operator's row in the table of rules reduces in the wrong way",
-        "propagation/rules/reductions.py",
-        'reduce_by="max" if largest else "sum"', 'reduce_by="sum"',
-        "propagation/rules/test_reductions.py::test_a_split_map_is_never_gathered[logsumexp of dims]",
+        "an operator's row in the table says that it is linear where it is not, so that addends come in",
+        "propagation/rules/linear_algebra.py",
+        'aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"),',
+        'aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0 1",),',
+        "propagation/rules/test_table.py::"
+        "test_every_option_computes_the_value_and_the_gradients_of_strided_operands[mm.default-4x4-4x4]",
     ),
     (
         "a rule lets a call be split where its parts are not those of the result",
