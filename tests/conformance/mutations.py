@@ -12,6 +12,8 @@ pass in the copy as it is, and to fail in what is left.
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -965,6 +967,13 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
 def all_of(files: Sequence[str] = ()) -> list[Mutation]:
     """Those of some files, or all."""
     return [row for rows in MUTATIONS.values() for row in rows if not files or row.file in files]
+
+
+@functools.cache
+def functions(file: str) -> frozenset[str]:
+    """The functions of a file with tests, by its path in the checkout."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 # -- running them

@@ -1,19 +1,10 @@
 """Each mechanism of mutations.py is where it says, and so is the test that fails without it."""
 
-import ast
-import functools
-
 import mutations
 import pytest
 
 ROWS = mutations.all_of()
 SLICE = ("elements of lists that it reads are as they were", "which program runs has a line")
-
-
-@functools.cache
-def functions(file: str) -> set[str]:
-    tree = ast.parse((mutations.ROOT / file).read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))
@@ -24,7 +15,7 @@ def test_what_is_taken_out_is_in_its_file_once(file: str) -> None:
 
 def test_the_tests_that_fail_are_there() -> None:
     places = [row.test.partition("[")[0].split("::") for row in ROWS]
-    assert sorted(f"{file}::{name}" for file, name in places if name not in functions(file)) == []
+    assert sorted(f"{file}::{name}" for file, name in places if name not in mutations.functions(file)) == []
 
 
 def test_the_page_is_what_the_list_says() -> None:
