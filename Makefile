@@ -24,13 +24,15 @@ SOURCES := $(shell find -L partway -name '*.py' -o -name '*.json') partway/py.ty
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test check bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
+.PHONY: help demo quick test test-long test-kits check bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         train a real network over 8 virtual devices and show the plan'
 	@echo 'make quick        run what answers within a minute: planning and a few simulated runs'
-	@echo 'make test         run the tests'
+	@echo 'make test         run the tests of the core that take about a second each'
+	@echo 'make test-long    run the others'
+	@echo 'make test-kits    run the tests of kits/'
 	@echo 'make check        ruff, mypy --strict and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
 	@echo 'make conformance  run the slow tests, and the random ones with more examples'
@@ -48,13 +50,23 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 # For every save: each stage's planning by its cheapest files, and a few runs on simulated ranks.
-QUICK := $(addprefix tests/,strategy fusion propagation/search propagation/cost runtime/test_simulate.py models/test_numbers.py)
+QUICK := $(addprefix tests/,strategy fusion $(addprefix propagation/,minsum problem memory search cost) runtime/test_simulate.py models/test_numbers.py)
 
 quick: $(STAMP)
 	$(call pytest,-m "not slow and not gpu and not gloo" --hypothesis-profile dev $(QUICK))
 
+# Each test takes about a second at most; tests/helpers/tiers.py has which stay although they do not.
+TESTS := $(filter-out tests/kits tests/conformance tests/gpu tests/helpers tests/types,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
+
 test: $(STAMP)
-	$(call pytest,-m "not slow and not gpu")
+	$(call pytest,-m "not long and not slow and not gpu" $(TESTS))
+
+test-long: $(STAMP)
+	$(call pytest,-m "long and not slow and not gpu" $(TESTS) tests/conformance tests/gpu)
+
+# The packages of kits/, which only import what the others have.
+test-kits: $(STAMP)
+	$(call pytest,-m "not slow and not gpu" tests/kits)
 
 conformance: $(STAMP) $(VENV)/.ray oldest
 	command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get install -y --no-install-recommends chromium; } || true
@@ -63,14 +75,14 @@ conformance: $(STAMP) $(VENV)/.ray oldest
 # Jobs on a real API server of Kubernetes, which is built from Debian's sources the first time, as root: 4 to 20 minutes.
 conformance-k8s: $(STAMP)
 	bash tests/helpers/build_kubernetes.sh
-	$(call pytest,-m slow tests/ecosystem/test_kubernetes.py)
+	$(call pytest,-m slow tests/kits/operator/test_kubernetes.py)
 
 # What is relied on of PyTorch's private names, and a slice of the tests, with the lower bounds of pyproject.toml: on
 # Python 3.11 or 3.12, since later ones have no NumPy 1.26. The warnings are what typer 0.16 gets from a newer click.
 oldest: .venv-oldest/.stamp
 	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" \
 	  -W "ignore:'click.utils.get_:DeprecationWarning" --hypothesis-profile dev \
-	  tests/test_torch_internals.py tests/models/test_models.py tests/api tests/data $(QUICK)
+	  tests/test_torch_internals.py tests/models/test_models.py tests/api tests/kits/data $(QUICK)
 
 .venv-oldest/.stamp: pyproject.toml constraints.txt tests/helpers/lowest.py
 	$(PYTHON) -m venv --clear .venv-oldest

@@ -52,11 +52,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partway.annotations.constrain import constrained_modules
-from partway.compiling import device_profile
-from partway.fitted import fitted
-from partway.options.algo import AlgoParameters
-from partway.options.parallel import ParallelContext
-from partway.passes import (
+from partway.compiler.driver import device_profile
+from partway.compiler.passes import (
     ANNOTATING,
     SEARCHING,
     PlanDraft,
@@ -67,17 +64,20 @@ from partway.passes import (
     settings_of,
     timed,
 )
-from partway.plan_inputs import PlanInputs
+from partway.compiler.plan_inputs import PlanInputs
+from partway.compiler.replan_within_memory import fitted
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import collective_cost
 from partway.propagation.graph.nodes import module_path, operator_name
+from partway.propagation.memory.keeping import CHEAP, Fate, KeepProblem, keep_problem
+from partway.propagation.memory.needs import needs_of
+from partway.propagation.memory.timeline import timeline
+from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
 from partway.propagation.plan.plan import Plan
-from partway.propagation.search.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from partway.propagation.search.keeping import CHEAP, Fate, KeepProblem, keep_problem
-from partway.propagation.search.needs import needs_of
-from partway.propagation.search.problem import SearchProblem, Vertex, VertexKind
+from partway.propagation.problem.problem import SearchProblem, Vertex, VertexKind
 from partway.propagation.search.solution import Solution
-from partway.propagation.search.timeline import timeline
 from partway.request import Request
 from partway.strategy import Mesh, StrategyError
 

@@ -5,7 +5,7 @@
 
 Problems are drawn by a seed (min_sum_problems.py): random graphs; graphs of 800 to 65,000 vertices, most of which
 follow from others; and graphs with two to four limits, one of them for a time. Each solver has each problem in a
-process of its own, and so many seconds of it. "ours" is `propagation.search.solve`; toulbar2 solves as its package does
+process of its own, and so many seconds of it. "ours" is `solve` (min_sum_solve.py); toulbar2 solves as its package does
 unasked (`pip install pytoulbar2`; where it is absent it is left out, with the reason); "HiGHS" is the integer program
 with a variable for each option and each pair of options that have a table, by `scipy.optimize.milp`.
 
@@ -37,11 +37,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import typer
 from min_sum_problems import CASES, Case, Problem, drawn
+from min_sum_solve import solve
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-
-from partway.propagation.search.solve import solve
 
 QUICKLY = 2.0  # CPU seconds in which a proof is quick, whatever toulbar2 takes
 WITHIN = 0.02  # of the cost: how large the gap may be where resources are limited

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from min_sum_limits import Resource
 from numpy.typing import NDArray
 
-from partway.propagation.search.network import Costs
-from partway.propagation.search.resources import Resource
+from partway.propagation.minsum.network import Costs
 
 Floats = NDArray[np.float64]
 LAYOUTS = 5  # that the options of a vertex stand for, where tables are prices of conversions

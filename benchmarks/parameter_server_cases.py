@@ -27,9 +27,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import partway as pw
-from partway.runtime.ps import cluster
-from partway.runtime.ps.client import Client
-from partway.runtime.ps.update import Shard, Table
+from partway.ps.service import cluster
+from partway.ps.service.client import Client
+from partway.ps.service.update import ServerShard, Table
 
 LAYERS, ROWS, WIDE, WARM = 6, 1_000_000, 64, 3
 LEARNING = {"lr": 0.01, "momentum": 0.9}
@@ -108,7 +108,7 @@ class TimedServer(cluster._ServerActor):
         for method in ("reserve", "commit"):
             self._clock.wrap(self._shelf, method, f"shelf.{method}")
         self._clock.wrap(self._shelf, "view", "shelf.view")
-        self._clock.wrap(Shard, "step", "Shard.step")
+        self._clock.wrap(ServerShard, "step", "Shard.step")
         self._clock.wrap(Table, "step", "Table.step")
         self._clock.wrap(Table, "catch_up", "Table.catch_up")
 

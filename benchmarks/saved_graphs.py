@@ -33,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import partway as pw
 
-LEVELS = (0, 1, 2, 3)
+LEVELS = (0, 1, 2)
 CASES: dict[str, dict[str, Any]] = {
     "2 x 4, batch split": {"mesh": {"dp": 2, "tp": 4}, "in_strategy": {"input_ids": ("dp", None)}},
     "8, every mesh tried": {},
@@ -58,7 +58,7 @@ def seconds(case: str, level: int) -> tuple[float, int]:
 
 def measured(case: str, number: int) -> dict[int, tuple[float, int]]:
     """One round: every level once."""
-    for level in (0, 3):
+    for level in (0, 2):
         seconds(case, level)
     first = number % len(LEVELS)
     return {level: seconds(case, level) for level in (*LEVELS[first:], *LEVELS[:first])}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..fusion import by_index, by_size
-from .events import Gradients, best
+from .events import GradientEvents, best
 from .gradient_overlap import best_groups
 from .members import Groups
 from .policy import COLLECTIVES, Outlook, Policy, takes_none
@@ -24,7 +24,7 @@ def group(outlook: Outlook) -> Groups:
 
 def _of_gradients(outlook: Outlook) -> Iterator[Groups]:
     offers, members = outlook.offers(), outlook.members
-    groups = best_groups(Gradients([members[i] for i in offers.order], outlook.costs, offers.events))
+    groups = best_groups(GradientEvents([members[i] for i in offers.order], outlook.costs, offers.events))
     yield tuple(sorted(tuple(sorted(offers.order[i] for i in positions)) for positions in groups))
     if offers.chained or list(offers.order) != sorted(offers.order):  # the events are not what policies make
         yield from by_size.powers(members)

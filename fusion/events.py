@@ -52,7 +52,7 @@ Event = Compute | Send | Offer
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientEvents:
     """What is played: the members, what their keys cost, and the events in which each member is offered once, in order.
 
     Computing, sending and the order of both are the same whatever the groups are, but for what reads a member.
@@ -125,7 +125,7 @@ class Gradients:
         return last
 
 
-def seconds(problem: Gradients, groups: Groups) -> float:
+def seconds(problem: GradientEvents, groups: Groups) -> float:
     """How long the schedule with `groups` takes; each member is in one of them."""
     group_of = {member: group for group in groups for member in group}
     clock = lane = 0.0

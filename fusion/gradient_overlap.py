@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..fusion import by_size
-from .events import ROUNDING, Compute, Floats, Gradients, Ints, Offer, Send, best, seconds
+from .events import ROUNDING, Compute, Floats, GradientEvents, Ints, Offer, Send, best, seconds
 from .members import Groups
 
 Bools = NDArray[np.bool_]
@@ -30,7 +30,7 @@ _ONE_KEY = (False, 16), (False, 256), (False, 2048)
 _SEVERAL_KEYS = (False, 16), (False, 64), (True, 256), (True, 2048)
 
 
-def best_groups(problem: Gradients) -> Groups:
+def best_groups(problem: GradientEvents) -> Groups:
     """The groups with which the schedule ends first; of equals, groups are long from the end on: what is hidden anyway
     need not be sent in more messages.
 
@@ -55,7 +55,7 @@ def best_groups(problem: Gradients) -> Groups:
     return _joined(problem, groups)
 
 
-def _joined(problem: Gradients, groups: Groups) -> Groups:
+def _joined(problem: GradientEvents, groups: Groups) -> Groups:
     """`groups` with those joined to the group before, from the end on, that do not make the schedule end earlier."""
     deadline = seconds(problem, groups) * ROUNDING
     kept = set(groups)
@@ -79,7 +79,7 @@ class _Bound(NamedTuple):
     work: float
 
 
-def _bounds(problem: Gradients) -> list[_Bound]:
+def _bounds(problem: GradientEvents) -> list[_Bound]:
     """What is left before each event, and after the last. Other collectives wait for each other only; the members take
     the lane for their bytes and, of each key, for one message."""
     bound = _Bound(0.0, 0.0, {}, 0.0)
@@ -140,7 +140,7 @@ class _States:
         never = np.full((1, len(self)), math.inf)
         return replace(self, times=np.vstack([self.times, never]), slots=(*self.slots, slot))
 
-    def without_past(self, problem: Gradients, position: int) -> _States:
+    def without_past(self, problem: GradientEvents, position: int) -> _States:
         """These, without what nothing reads after the event at `position`, or what is over in all of them."""
         over = (self.times[2:] <= self.times[0]).all(1)
         gone = {
@@ -152,17 +152,17 @@ class _States:
         return replace(self, times=self.times[kept], slots=tuple(slot for slot in self.slots if slot not in gone))
 
 
-def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple[Groups | None, bool]:
+def search(problem: GradientEvents, width: int, known: float, *, tied: bool) -> tuple[Groups | None, bool]:
     """Groups that take less than `known` seconds, if any are found; and whether it is proved that there are no better
     ones, as no more than `width` states were in question at once.
 
     The groups of a key are contiguous among its members; those of all keys end together, as an index makes them, if
     they are `tied`: a key whose group has ended begins another one when no group is open.
     """
-    return _Search(problem, width, known, tied).run()
+    return _OverlapSearch(problem, width, known, tied).run()
 
 
-class _Search:
+class _OverlapSearch:
     """One search: the states in question after the events so far.
 
     late       events that stand back in some state, as they read a member that it has not sent
@@ -171,7 +171,7 @@ class _Search:
     full       above twice this number states are compared with each other
     """
 
-    def __init__(self, problem: Gradients, width: int, known: float, tied: bool) -> None:
+    def __init__(self, problem: GradientEvents, width: int, known: float, tied: bool) -> None:
         self.problem, self.width, self.known, self.tied = problem, width, known, tied
         self.bounds = _bounds(problem)
         keys = len(problem.keys)
@@ -250,7 +250,7 @@ class _Search:
         return kept
 
 
-def _groups(problem: Gradients, history: Sequence[tuple[Ints, Bools]], state: int) -> Groups:
+def _groups(problem: GradientEvents, history: Sequence[tuple[Ints, Bools]], state: int) -> Groups:
     """The groups that have led to `state`."""
     ends = []
     for parents, ended in reversed(history):
@@ -281,7 +281,7 @@ def _run(states: _States, event: Compute | Send, where: Bools, least: Floats | f
         clock[where] = np.maximum(waits, least)[where] + event.seconds
 
 
-def _open(problem: Gradients, begins: Ints, event: Compute | Send) -> Bools:
+def _open(problem: GradientEvents, begins: Ints, event: Compute | Send) -> Bools:
     """In which states a member that `event` reads has not been sent."""
     unsent = np.zeros(begins.shape[1], dtype=np.bool_)
     for member in event.members:
@@ -291,7 +291,12 @@ def _open(problem: Gradients, begins: Ints, event: Compute | Send) -> Bools:
 
 
 def _ended(
-    problem: Gradients, states: _States, member: int, late: Sequence[Compute | Send], offered: Sequence[int], tied: bool
+    problem: GradientEvents,
+    states: _States,
+    member: int,
+    late: Sequence[Compute | Send],
+    offered: Sequence[int],
+    tied: bool,
 ) -> _States:
     """`states` after the open groups of `member`'s key have ended with it; what stood back for it then runs."""
     key, place = problem.places[member]
@@ -317,7 +322,7 @@ def _ended(
     return ended
 
 
-def _beats(problem: Gradients, these: _States, others: _States) -> Bools:
+def _beats(problem: GradientEvents, these: _States, others: _States) -> Bools:
     """Which of `these` (rows) are no worse in anything than which of `others` (columns).
 
     Who has sent more has less to send. But what reads a gradient that was sent makes computing wait for it, and what
@@ -334,13 +339,13 @@ def _beats(problem: Gradients, these: _States, others: _States) -> Bools:
     return beats
 
 
-def _front(problem: Gradients, states: _States) -> Ints:
+def _front(problem: GradientEvents, states: _States) -> Ints:
     """The states, by number, that no other one beats; of equals the first."""
     beats = _beats(problem, states, states)
     return np.flatnonzero(~(beats & ~(beats.T & np.tri(len(beats), dtype=np.bool_))).any(0))
 
 
-def _least(problem: Gradients, states: _States, bound: _Bound, offered: Sequence[int]) -> Floats:
+def _least(problem: GradientEvents, states: _States, bound: _Bound, offered: Sequence[int]) -> Floats:
     """How long the schedule takes at least, from each of `states` on."""
     opened = np.zeros(states.times.shape[1])
     for key, sizes in enumerate(problem.bytes_before):

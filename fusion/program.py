@@ -11,7 +11,6 @@ from ..propagation.cost.cost import collective_seconds
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.ops.collectives import convert, convert_group
 from ..propagation.program.collective import Collective, collective
-from ..propagation.program.local_program import program_lines
 from ..propagation.program.step import Step
 from ..strategy.mesh import Mesh
 from .fuse import fuse
@@ -41,11 +40,11 @@ class Program:
         return predict(step.forward.graph, backward, step.program.mesh, self.profile)
 
     def __str__(self) -> str:
-        inputs = self.step.program.inputs
-        parts = [f"on {self.step.program.mesh}", "", "forward", *program_lines(self.step.forward.graph, inputs)]
-        if self.step.backward is not None:
-            parts += ["", "backward", *program_lines(self.step.backward.graph)]
-        return "\n".join(parts)
+        costs: dict[fx.Node, str] = {}
+        for phase, module in (("forward", self.step.forward), ("backward", self.step.backward)):
+            if module is not None:
+                costs |= {n: c.cost for n, c in collectives_in(module.graph, phase, self.step, self.profile).items()}
+        return f"on {self.step.program.mesh}\n\n{self.step.text(costs)}"
 
 
 def make_program(step: Step, policies: FusionPolicies, profile: DeviceProfile) -> Program:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
         transform_checkpoint_by_rank,
         transform_checkpoints,
     )
+    from partway.checkpoints.resume import Resume
     from partway.checkpoints.saving import save
-    from partway.compiling import Compiled, compile
+    from partway.compiler.compiled import Compiled
     from partway.context import (
         auto_parallel_context,
         get_algo_parameters,
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
         set_auto_parallel_context,
     )
     from partway.fusion.timeline import save_chrome_trace
+    from partway.integrations.loss_monitor import LossMonitor
     from partway.islands import manual
-    from partway.loss_monitor import LossMonitor
     from partway.ops.groups import (
         GlobalComm,
         create_group,
@@ -56,12 +57,11 @@ if TYPE_CHECKING:
     )
     from partway.ops.where import axis_index, axis_size, set_mesh
     from partway.propagation.plan.plan import Plan
+    from partway.ps.context import set_ps_context
     from partway.ps.marks import set_param_ps
-    from partway.resume import Resume
     from partway.runtime.process import init, shutdown
     from partway.runtime.record import record_collectives
-    from partway.security import set_ps_context
-    from partway.sharding import shard
+    from partway.sharding import compile, shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.show.timeline import record_timeline
     from partway.strategy import (
@@ -95,22 +95,22 @@ _HOMES = {
     "checkpoints.per_rank": """WeightLayout infer_predict_layout load_distributed_checkpoint rank_list_for_transform
         save_checkpoint transform_checkpoint_by_rank transform_checkpoints""",
     "checkpoints.saving": "save",
-    "compiling": "Compiled compile",
+    "compiler.compiled": "Compiled",
     "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
-    "loss_monitor": "LossMonitor",
+    "integrations.loss_monitor": "LossMonitor",
     "islands": "manual",
     "ops.groups": """GlobalComm create_group destroy_group get_group_rank_from_world_rank get_group_size get_local_rank
         get_rank get_world_rank_from_group_rank""",
     "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
     "ps.marks": "set_param_ps",
-    "resume": "Resume",
+    "checkpoints.resume": "Resume",
     "runtime.process": "init shutdown",
     "runtime.record": "record_collectives",
-    "security": "set_ps_context",
-    "sharding": "shard",
+    "ps.context": "set_ps_context",
+    "sharding": "compile shard",
     "show.sharding": "ShardingPicture visualize_sharding",
     "show.timeline": "record_timeline",
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
@@ -203,7 +203,7 @@ def _public(name: str) -> Any:
 
 
 if os.environ.get("PARTWAY_LOG"):
-    importlib.import_module("partway.told").log_to_stderr()
+    importlib.import_module("partway.compiler.planning_log").log_to_stderr()
 
 
 def __dir__() -> list[str]:

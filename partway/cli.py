@@ -108,7 +108,7 @@ def doctor(
     if found is None:
         _print_facts("none: models run on virtual devices in this process")
         raise typer.Exit(1 if _print_findings(1, profile) else 0)
-    from partway import reach
+    from partway.doctor import reach
 
     wrong = False
     try:
@@ -149,7 +149,7 @@ def run(
     """Run a script in several processes, a rank each; torch's elastic launcher starts and watches them."""
     from partway import jobs
 
-    job = jobs.Job(script, tuple(arguments or ()), workers, nodes, meet, restarts, logs, tail or None)
+    job = jobs.LocalJob(script, tuple(arguments or ()), workers, nodes, meet, restarts, logs, tail or None)
     try:
         if hosts:
             typer.echo(jobs.commands(job, [host.strip() for host in hosts.split(",")]))
@@ -177,7 +177,7 @@ def run_servers(
     """Start the scheduler, servers and workers of a script on this machine, and watch them."""
     from partway.ps import jobs
 
-    job = jobs.Job(script, tuple(arguments or ()), workers, servers, restarts, port, logs, shards, quiet)
+    job = jobs.ServedJob(script, tuple(arguments or ()), workers, servers, restarts, port, logs, shards, quiet)
     try:
         job.check()
         status = jobs.run(job)
@@ -208,7 +208,7 @@ def scale(
 @kubernetes.command()
 def manifests(
     namespace: Annotated[str, typer.Option(help="where the operator runs")] = "partway-system",
-    image: Annotated[str, typer.Option(help="its image, as partway/operator/Dockerfile makes it")] = "partway-operator",
+    image: Annotated[str, typer.Option(help="its image, as kits/operator/Dockerfile makes it")] = "partway-operator",
     watch: Annotated[
         list[str] | None,
         typer.Option(help="serve the jobs of this namespace, with rights in it alone [all]; may be repeated"),
@@ -332,12 +332,12 @@ def plan(
 
     partway plan train.py:build --mesh dp=2,tp=4 --in dp,None
     """
-    from partway.plan_command import Asked, planned
+    from partway.plan_command import CommandLine, planned
 
     try:
         check_paths({"the plan": save, "the page": html})
         made = planned(
-            Asked(
+            CommandLine(
                 model, mesh, devices, input or (), in_strategy or (), out_strategy or (), param or (), profile,
                 memory_limit, search_mode, inference, real,
             )
@@ -447,25 +447,22 @@ def fusion(
 def diff(
     a: Annotated[Path, typer.Argument(help="a folder that PARTWAY_SAVE_GRAPHS has written, or a plan's file")],
     b: Annotated[Path, typer.Argument(help="another one")],
-    rows: Annotated[int, typer.Option(min=0, help="how many entries of each section to show; 0: all")] = 20,
+    rows: Annotated[int, typer.Option(min=0, help="how many lines to show of each pass; 0: all")] = 20,
 ) -> None:
-    """Show how two plans differ: strategies, collectives, bytes, predicted times.
+    """Show how two plans differ: the operators that differ in what each pass left, and in the end a verdict.
 
     A and B are plans that `plan.save` wrote, or folders of PARTWAY_SAVE_GRAPHS: of a call, of a rank, or of a run,
     whose calls are compared by name. The exit status is 0 if nothing differs, 1 if something does, 2 for an error.
     """
-    from partway.graphs.compare import LEGEND, compared, paired
-    from partway.graphs.saved import saved_calls
+    from partway.graphs.compare import compared, saved_calls
 
     try:
-        pairs, alone = paired(saved_calls(a), saved_calls(b))
-        comparisons = [compared(*pair) for pair in pairs]
+        same, text = compared(saved_calls(a), saved_calls(b), rows)
     except PartwayError as error:
         typer.echo(f"partway diff: {error}", err=True)
         raise typer.Exit(2) from None
-    legend = [*LEGEND, ""] if any(each.sections for each in comparisons) else []
-    typer.echo("\n".join([*(each.text(rows) for each in comparisons), *legend, *alone]).rstrip())
-    raise typer.Exit(0 if not alone and all(each.same for each in comparisons) else 1)
+    typer.echo(text)
+    raise typer.Exit(0 if same else 1)
 
 
 @app.command()
@@ -518,7 +515,7 @@ def _devices() -> list[str]:
 def _print_findings(processes: int, profile: str | None, where: str = "") -> bool:
     """Print what is wrong here and what to do. Returns whether anything is, which advice is not. `where`: the host, for
     those that are not rank 0's."""
-    from partway.findings import findings
+    from partway.doctor.findings import findings
 
     found = findings(processes, profile)
     for finding in found:
@@ -529,7 +526,7 @@ def _print_findings(processes: int, profile: str | None, where: str = "") -> boo
 def _print_facts(launcher: str) -> None:
     import torch
 
-    from partway.findings import has_backend
+    from partway.doctor.findings import has_backend
 
     facts = {
         "partway": installed_version("partway"),

@@ -25,15 +25,17 @@ from torch.autograd import forward_ad
 from partway.annotations.constrain import constrained_arguments, constrained_results
 from partway.attached import ATTRIBUTE, engine_of
 from partway.checks import check_inference, check_tensors
-from partway.compiling import CallInputs, Compiled, compile_call, in_inference
+from partway.compiler.capture_call import CallInputs, in_inference
+from partway.compiler.compiled import Compiled
+from partway.compiler.driver import compile_call
+from partway.compiler.passes import settings_of
+from partway.compiler.planning_lock import begin_call, calls, planning
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
-from partway.materialize import Init, Maker, check_materialized, materialize
+from partway.materialize import Init, PartInitialiser, check_materialized, materialize
 from partway.options.fields import ParallelMode
 from partway.options.parallel import ParallelContext
-from partway.passes import settings_of
 from partway.placing import FirstCall, Placing, placing
-from partway.planning import begin_call, calls, planning
 from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.question import Answer
@@ -252,7 +254,7 @@ class Engine:
         settings = replace(settings_of(compiled.inputs, compiled.mesh), rules=rules())
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
-        maker = Maker(layouts, place, settings, tensors[0].device, context.random_numbers)
+        maker = PartInitialiser(layouts, place, settings, tensors[0].device, context.random_numbers)
         with torch.inference_mode(False):  # training may follow
             materialize(self.fn, maker, init)
         self.last = None  # it holds what the tensors were

@@ -25,7 +25,7 @@ _LAST = 5  # lines of a failed rank's stderr that are shown
 
 
 @dataclass(frozen=True)
-class Job:
+class LocalJob:
     """A script and its arguments, and in how many processes it runs.
 
     workers    on each host
@@ -74,14 +74,14 @@ class Job:
             raise RuntimeStateError(f"{self.logs} is a file; logs go into a folder")
 
 
-def commands(job: Job, hosts: Sequence[str]) -> str:
+def commands(job: LocalJob, hosts: Sequence[str]) -> str:
     """What to start on each of `hosts`, one command for all."""
     text = f"partway run --workers {job.workers} --nodes {len(hosts)} --meet {hosts[0]}:{_PORT}"
     text += f" --restarts {job.restarts}" if job.restarts else ""
     return f"start this on each of {', '.join(hosts)}:\n\n    {' '.join([text, str(job.script), *job.arguments])}"
 
 
-def simulate(job: Job, devices: int) -> int:
+def simulate(job: LocalJob, devices: int) -> int:
     """Run the script alone, on as many virtual devices. Returns its exit status."""
     import subprocess
 
@@ -92,7 +92,7 @@ def simulate(job: Job, devices: int) -> int:
     return subprocess.run(job.command, env={**os.environ, SIMULATE: str(devices)}, check=False).returncode
 
 
-def run(job: Job) -> int:
+def run(job: LocalJob) -> int:
     """Run the processes of this host, until all have ended. Returns 0, or the exit status of the first that failed,
     which it names on stderr. An interrupt ends them all. A signal to end goes to all, which have 30 seconds for it; the
     status is then that of a process that the signal ended."""

@@ -20,10 +20,10 @@ from partway.placing import Placing
 from partway.propagation.capture.initialisers import holding, initial
 from partway.propagation.graph.graph import Graph
 from partway.propagation.ops.random_numbers import RandomNumbers
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.problem import Fallback, Settings
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.problem import Fallback, Settings
 from partway.propagation.search.search import SearchMode, search
 from partway.propagation.torch_internals import version_of
 from partway.runtime.step import CompiledStep
@@ -54,7 +54,7 @@ def _listed(named: Mapping[str, Tensor]) -> str:
     return f"{counted(len(names), 'tensor')} ({', '.join(names[:3])}{rest}) {'is' if len(names) == 1 else 'are'}"
 
 
-def materialize(module: nn.Module, maker: Maker, init: Init | None) -> None:
+def materialize(module: nn.Module, maker: PartInitialiser, init: Init | None) -> None:
     """Give the parameters and buffers of `module` that are on the meta device memory and values. Raises
     RuntimeStateError if no initialiser writes one of them; those that are left are then unchanged."""
     missing = on_meta(module)
@@ -130,7 +130,7 @@ class _Initialiser:
 
 
 @dataclass(frozen=True)
-class Maker:
+class PartInitialiser:
     """Runs initialisers for the parts of this process.
 
     layouts          those of parameters, by name; what is not in it is replicated

@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
 from partway.annotations.given import given_splits
-from partway.compiling import Compiled
+from partway.compiler.compiled import Compiled
 from partway.context import current_algo
 from partway.dtensors import drop_hooks, is_dtensor, noted, plain, whole
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
+from partway.rank_facts import SEED, asked, draws, modes, of_plan, options, versions
 from partway.request import Request
 from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
 from partway.runtime.ledger import checksum
@@ -309,11 +309,11 @@ class Launched:
         return result
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
-        from partway.runtime.ledger import Written
+        from partway.runtime.ledger import WriteCounts
         from partway.runtime.replicas import in_turn, note
         from partway.runtime.watch import watch
 
-        ranks, written, name, calls = watch(), Written(), name_of(fn), itertools.count(1)
+        ranks, written, name, calls = watch(), WriteCounts(), name_of(fn), itertools.count(1)
         where = f"a call of {name}"
         every = ranks.look_every = compiled.context.look_every
         if ranks.size == 1:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.compiling import compile
 from partway.context import set_algo_parameters, set_auto_parallel_context
 from partway.named import call, find, kind_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import tree_map
+from partway.sharding import compile
 from partway.spelling import bytes_of, input_of, mesh_of, strategy_of
 from partway.strategy.errors import RuntimeStateError, StrategyError, shown
 
@@ -26,7 +26,7 @@ DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandLine:
     """What the command line says, as it was written.
 
     model         module:function or file.py:function; of a function, or of a class of modules, without arguments
@@ -58,7 +58,7 @@ class Model:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def planned(asked: Asked) -> Plan:
+def planned(asked: CommandLine) -> Plan:
     """The plan of the model that is asked for. Sets options of the context, as a script does that is one call.
 
     Raises StrategyError for what does not parse or cannot be met, RuntimeStateError for a model that is not there or
@@ -107,7 +107,7 @@ def _strategies(option: str, texts: Sequence[str]) -> Any:
 # -- The model ---------------------------------------------------------------------------------------------------------
 
 
-def model_of(asked: Asked) -> Model:
+def model_of(asked: CommandLine) -> Model:
     """The model and the call of it that is planned. Raises RuntimeStateError where it cannot be made."""
     build = find(asked.model)
     if isinstance(build, nn.Module):  # a model that the module has made
@@ -147,7 +147,7 @@ def _check_parameters(build: Callable[..., Any], name: str) -> None:
         )
 
 
-def _with_inputs(asked: Asked, model: nn.Module) -> Model:
+def _with_inputs(asked: CommandLine, model: nn.Module) -> Model:
     if not asked.inputs:
         raise RuntimeStateError(
             f"{asked.model} is a model alone; say what it is called with, as in --input 'float32[16,64]' for each "

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.compiling import Compiled
+from partway.compiler.compiled import Compiled
+from partway.compiler.planning_lock import planning
 from partway.fusion.program import Program
 from partway.placing import Change, Placing
-from partway.planning import planning
-from partway.propagation.capture.overlap import Memory, shared
+from partway.propagation.capture.overlap import MemoryRanges, shared
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
@@ -73,7 +73,7 @@ class Runner:
         where = f"a call of {self._name}"
         self._leave = [place.leave(p, where if p.port.role is Role.RESULT else "") for p in compiled.local.outputs]
         self._step: CompiledStep | None = None
-        self._memory = Memory()  # of state
+        self._memory = MemoryRanges()  # of state
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
 
     def bind(self, fn: Callable[..., Any], own: Mapping[str, Any]) -> None:
@@ -117,11 +117,11 @@ class Runner:
         for one, other in shared(state.items()):
             if self._updated & {one, other} and state[one] is not state[other]:
                 self._refuse(one, other)
-        self._memory = Memory((name, tensor, name in self._updated) for name, tensor in state.items())
+        self._memory = MemoryRanges((name, tensor, name in self._updated) for name, tensor in state.items())
 
     def _check_inputs_apart(self, given: Sequence[Tensor]) -> None:
         """Raise RuntimeStateError if a tensor of the call and another one share memory, and the call writes to one."""
-        memory = Memory(more=self._memory)
+        memory = MemoryRanges(more=self._memory)
         for place, tensor in zip(self._inputs, given, strict=True):
             if (other := memory.take(place, tensor, place in self._updated)) is not None:
                 self._refuse(other, place)

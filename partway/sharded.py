@@ -8,17 +8,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from partway.attached import set_engine
+from partway.compiler.planning_lock import begin_call, calls
 from partway.context import current
 from partway.engine import attached_engine, is_transformed_call, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.materialize import Init
-from partway.planning import begin_call, calls
 from partway.propagation.capture.resting_hooks import rest_outside
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
@@ -26,9 +26,7 @@ from partway.propagation.torch_internals import COMPILED_CALL, compiled_call_of,
 from partway.runtime.process import get_rank, launched
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
-
-if TYPE_CHECKING:
-    from partway.checkpoints.per_rank import WeightLayout
+from partway.strategy.kits import Door
 
 _log = logging.getLogger("partway")
 
@@ -115,12 +113,10 @@ class ShardedModule:
         """
         return attached_engine(self).prepare(args, kwargs)
 
-    def infer_predict_layout(self, *predict_data: Any) -> dict[str, WeightLayout]:
+    def infer_predict_layout(self, *predict_data: Any) -> dict[str, Any]:
         """How a plan for inference on `predict_data` splits each weight: see `partway.infer_predict_layout`."""
-        from partway.checkpoints.per_rank import infer_predict_layout
-
-        module: Any = self
-        return infer_predict_layout(module, *predict_data)
+        layouts: dict[str, Any] = Door.PREDICT_LAYOUT(self, *predict_data)  # WeightLayouts
+        return layouts
 
     @property
     def plan(self) -> Plan:
@@ -203,12 +199,9 @@ def _saves_pretrained(cls: Any) -> Callable[..., Any]:
         if not launched():
             return cls.save_pretrained(self, save_directory, **options)
         if any(base.__name__ == "PeftModel" for base in cls.__mro__):
-            from partway.integrations import peft
-
-            return peft.save_pretrained(self, save_directory, **options)
-        from partway.checkpoints import pretrained
-
-        return pretrained.save_pretrained(self, functools.partial(cls.save_pretrained, self), save_directory, options)
+            return Door.SAVE_ADAPTER(self, save_directory, **options)
+        save = functools.partial(cls.save_pretrained, self)
+        return Door.SAVE_PRETRAINED(self, save, save_directory, options)
 
     return save_pretrained
 

@@ -1,5 +1,7 @@
-"""`shard`: the front doors — an eager function, also as a decorator, and an nn.Module. Inside a function that is being
-sharded, either is a constraint. Behind each stands one engine (engine.py)."""
+"""`shard` and `compile`: the front doors of an eager function, also as a decorator, and of an nn.Module.
+
+Inside a function that is being sharded, `shard` is a constraint. Behind each stands one engine (engine.py); `compile`
+plans without one."""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 import torch
 
 from partway.attached import engine_of, set_engine
-from partway.checks import check_target
-from partway.context import current
-from partway.dtensors import own_dtensors, parameters_on
+from partway.checks import check_target, check_tensors
+from partway.compiler.capture_call import CallInputs, in_inference
+from partway.compiler.compiled import Compiled
+from partway.compiler.driver import compile_call
+from partway.context import current, current_algo
+from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
 from partway.engine import Engine, attached_engine, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.placing import placing
 from partway.propagation.capture.tracing import capturing
-from partway.propagation.graph.structure import name_of
+from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
 from partway.request import Request
+from partway.reuse.courses import values_of
 from partway.sharded import ShardedModule, sharded_class
-from partway.strategy import StrategyError
+from partway.strategy import Layout, StrategyError
 
 M = TypeVar("M", bound=torch.nn.Module)
 P = ParamSpec("P")
@@ -212,3 +218,51 @@ class ShardedFunction(Generic[P, R]):
     def program(self) -> Program:
         """The program of the last call."""
         return self._engine.latest().program
+
+
+def compile(
+    fn_or_module: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any = None,
+    in_strategy: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    out_strategy: tuple[Any, ...] | None = None,
+    parameter_plan: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    level: int = 0,
+    module_plan: Mapping[str, Any] | None = None,
+    plan: Any = None,
+    inference: bool = False,
+) -> Compiled:
+    """Plan a call of a function or module without running it; tensors on the meta device are welcome.
+
+    The arguments are those of `shard`. Needs no process group and no second device.
+
+    Raises StrategyError for annotations that cannot be met (all reasons at once), CaptureError for a function that
+    torch.export cannot capture, OperatorError as `on_unknown_op` says.
+    """
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference)
+    check_target("compile", fn_or_module)
+    if not isinstance(args, tuple | list):
+        raise StrategyError(
+            f"args is a {type(args).__name__}; write the arguments of the call as a tuple, such as (x,)"
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise StrategyError(f"kwargs is a {type(kwargs).__name__}; write a dict from argument names to values")
+    args, kwargs = tuple(args), dict(kwargs or {})
+    check_call(fn_or_module, args, kwargs)
+    call = flatten_call(fn_or_module, args, kwargs)
+    check_tensors(call, None)
+    parameters: dict[str, Layout] = {}
+    if isinstance(fn_or_module, torch.nn.Module):
+        parameters = parameters_on(fn_or_module, own_dtensors(fn_or_module), request.own_mesh)
+    inputs = inputs_on(call, request.own_mesh or next((layout.mesh for layout in parameters.values()), None))
+    plain_args, plain_kwargs = call.structure.build([plain(tensor) for tensor in call.tensors])
+    values = values_of(call.tensors, state_of(fn_or_module).__getitem__)
+    return compile_call(
+        CallInputs(
+            fn_or_module, plain_args, plain_kwargs, request, current(), current_algo(), parameters=parameters,
+            inputs=inputs, values=values, inference=in_inference(fn_or_module, request),
+        )
+    )  # fmt: skip

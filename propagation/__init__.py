@@ -8,7 +8,10 @@ rank runs, before their collectives are grouped (fusion). The rooms, each of whi
     rules      how each operator splits, and what it is expanded to
     capture    from Python to a graph
     cost       what operators, collectives and conversions cost
-    search     the problem, and the searches
+    minsum     the least of a sum of costs by vertex and by pair of vertices
+    problem    what there is to choose: options, and the prices of conversions
+    memory     what a device holds, what is kept for the backward and what is computed again
+    search     the search modes, also under a memory limit
     program    from the choices of a search to the forward and backward of one rank
     plan       what was decided and why, for people and files
 

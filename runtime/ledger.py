@@ -112,7 +112,7 @@ class Ledger:
         self._start()
 
     def stepped(self, written: tuple[int, ...], where: str) -> None:
-        """A call finds its parameters `written` to, as `Written` says."""
+        """A call finds its parameters `written` to, as `WriteCounts` says."""
         self._lines.append(("steps", written, where))
 
     def holds(self, what: Tensor | int, where: str) -> None:
@@ -233,7 +233,7 @@ class Ledger:
         return f"rank {self._rank} {said}; {_FIXES[kind]}"
 
 
-class Written:
+class WriteCounts:
     """How often the parameters and buffers of a function have been written to since its call before."""
 
     def __init__(self) -> None:

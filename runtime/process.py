@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
+from ..strategy.kits import Door
 from ..strategy.torch_mesh import has_nccl
 from . import gpus
 from .doing import first_line
@@ -59,7 +60,7 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
         raise RuntimeStateError(f"simulate is {shown(simulate)}; it is a number of devices, an int of 1 or more")
     _check_backend(backend)
     limit = _read_timeout(timeout)
-    _join_servers()
+    Door.JOIN_SERVERS()
     if not launched():
         return simulated() or simulate or 1  # which sends nothing
     if not dist.is_initialized():
@@ -77,23 +78,6 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
             "give the timeout where the group is made, or call shutdown() first"
         )
     return dist.get_world_size()
-
-
-def _join_servers() -> None:
-    """Join a parameter server's cluster, where set_ps_context asked for one; of a worker that is a group of ranks, rank
-    0 does. The scheduler and the servers end here."""
-    from .ps import settings
-
-    if settings.wanted() is None:
-        if os.environ.get("MS_SERVER_NUM", "0") != "0":
-            raise RuntimeStateError(
-                f"MS_SERVER_NUM={os.environ['MS_SERVER_NUM']} asks for a parameter server; call "
-                "set_ps_context(enable_ps=True) before init(), or unset it"
-            )
-    elif os.environ.get("RANK", "0") == "0":
-        from .ps import roles
-
-        roles.join()
 
 
 def get_rank() -> int:

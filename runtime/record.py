@@ -66,7 +66,7 @@ def note(c: Relayout, parts: Sequence[Tensor]) -> None:
 Stamp = Any  # seconds, or a CUDA event that has them later
 
 
-class _Timeline:
+class _SpanRecorder:
     """The spans of the steps that run while it listens.
 
     On the CPU an operator lasts from the end of what came before it, and a collective from when it is issued to when
@@ -139,7 +139,7 @@ def _seconds(origin: Stamp, stamp: Stamp) -> float:
     return float(stamp - origin if isinstance(stamp, float) else origin.elapsed_time(stamp) / 1e3)
 
 
-_timelines: list[_Timeline] = []
+_timelines: list[_SpanRecorder] = []
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def record_timeline() -> Iterator[list[Span]]:
 
     Telling the time takes some: about a microsecond for each operator.
     """
-    timeline, spans = _Timeline(), list[Span]()
+    timeline, spans = _SpanRecorder(), list[Span]()
     _timelines.append(timeline)
     try:
         yield spans

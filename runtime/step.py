@@ -35,7 +35,7 @@ from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, is_loose, strides_of
 from .torch_internals import as_object, is_view, local_part_of
-from .waiting import Accumulating, Kept, Reduces, Waiting
+from .waiting import Accumulating, Reduces, Waiting, WaitingGradient
 from .written import written_in_place
 
 Wanted = tuple[bool, ...]
@@ -195,7 +195,7 @@ class CompiledStep:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
         are None; else all that wait are reduced with them."""
         backward, waiting = self.backward, self.waiting
-        taken: dict[Reduces, list[Kept]] = {}
+        taken: dict[Reduces, list[WaitingGradient]] = {}
         kept: tuple[int, ...] = ()
         if holding and self.accumulating and all(primals[i].is_leaf for i in self.accumulating.inputs):
             backward, kept = self.accumulating.early, self.accumulating.inputs
@@ -231,11 +231,11 @@ class CompiledStep:
             self.waiting.kept[self] = [old.plus(addends) for old, (_, addends) in zip(before, fresh, strict=True)]
             return
         self.waiting.kept[self] = [
-            Kept.of(primal, [addend.clone(memory_format=torch.contiguous_format) for addend in addends])
+            WaitingGradient.of(primal, [addend.clone(memory_format=torch.contiguous_format) for addend in addends])
             for primal, addends in fresh
         ]
 
-    def reduce(self, each: Sequence[Kept]) -> None:
+    def reduce(self, each: Sequence[WaitingGradient]) -> None:
         """Reduce the gradients that waited, and add them to those of their tensors."""
         assert self.accumulating is not None
         rest = self.accumulating.rest

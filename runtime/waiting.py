@@ -32,7 +32,7 @@ class Accumulating:
 class Reduces(Protocol):
     """What has gradients that wait: a CompiledStep."""
 
-    def reduce(self, each: Sequence[Kept]) -> None:
+    def reduce(self, each: Sequence[WaitingGradient]) -> None:
         """Reduce these, and add them to the gradients of their tensors."""
 
 
@@ -45,7 +45,7 @@ class Waiting:
     (as an optimizer's zero_grad does), or fills it with zeros, drops what waits."""
 
     blocks: set[object] = field(default_factory=set)
-    kept: dict[Reduces, list[Kept]] = field(default_factory=dict)
+    kept: dict[Reduces, list[WaitingGradient]] = field(default_factory=dict)
 
     def drop(self) -> None:
         """Forget what is not wanted any more."""
@@ -56,7 +56,7 @@ class Waiting:
             elif not all(wanted):
                 self.kept[step] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
 
-    def take(self) -> dict[Reduces, list[Kept]]:
+    def take(self) -> dict[Reduces, list[WaitingGradient]]:
         """All that waits, which waits no longer."""
         self.drop()
         taken, self.kept = self.kept, {}
@@ -66,7 +66,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Kept:
+class WaitingGradient:
     """What waits of the gradient of one tensor. `.grad` was `seen` when that began (`made`: for this), and had been
     written `version` times."""
 
@@ -77,7 +77,7 @@ class Kept:
     made: bool
 
     @classmethod
-    def of(cls, primal: Tensor, addends: list[Tensor]) -> Kept:
+    def of(cls, primal: Tensor, addends: list[Tensor]) -> WaitingGradient:
         """The first of what waits."""
         made = primal.grad is None
         if made:
@@ -85,13 +85,13 @@ class Kept:
         assert primal.grad is not None
         return cls(primal, addends, primal.grad, version_of(primal.grad), made)
 
-    def plus(self, addends: list[Tensor]) -> Kept:
+    def plus(self, addends: list[Tensor]) -> WaitingGradient:
         """With one more."""
         return replace(self, addends=list(map(torch.add, self.addends, addends)))
 
-    def nothing(self) -> Kept:
+    def nothing(self) -> WaitingGradient:
         """What waits of a gradient that was dropped, beside others that were not."""
-        return Kept.of(self.primal, list(map(torch.zeros_like, self.addends)))
+        return WaitingGradient.of(self.primal, list(map(torch.zeros_like, self.addends)))
 
     def is_wanted(self) -> bool:
         """Whether nobody has dropped the gradient."""

@@ -1,16 +1,11 @@
-"""What tests share: how each of them starts, ranks on gloo processes, and an operator without a rule."""
+"""What tests share: how each of them starts, which are long, and ranks on gloo processes."""
 
 import os
+import sys
 
 import pytest
-import torch
-from pool import Pool
+import tiers
 from random_examples import register_profiles
-from rank import start_afresh
-from torch import Tensor
-
-import partway as pw
-from partway import engine
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
@@ -34,11 +29,25 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _defaults():
     """Each test starts with the default options and the same seed, and leaves the options so."""
-    torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
-    start_afresh()
+    _start_afresh()
     yield
-    assert torch._C._is_torch_function_enabled(), "this test left __torch_function__ turned off for its thread"
-    start_afresh()
+    if torch := sys.modules.get("torch"):
+        on = torch._C._is_torch_function_enabled()
+        assert on, "this test left __torch_function__ turned off for its thread"
+    _start_afresh()
+
+
+def _start_afresh():
+    """As `start_afresh` of rank.py, without importing what a test does not."""
+    if "partway.context" in sys.modules:
+        from rank import start_afresh
+
+        start_afresh()
+    elif torch := sys.modules.get("torch"):
+        torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
+        torch.manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
 
 
 @pytest.fixture
@@ -46,6 +55,8 @@ def folder(tmp_path, monkeypatch):
     """The folder of the cache of plans, which is on in a test that has it."""
     monkeypatch.delenv("PARTWAY_CACHE", raising=False)
     monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
+    import partway as pw
+
     pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
     return tmp_path
 
@@ -53,6 +64,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def plans(monkeypatch):
     """What is planned in a test, in order."""
+    from partway import engine
+
     made = []
     plain = engine.compile_call
 
@@ -64,22 +77,14 @@ def plans(monkeypatch):
     return made
 
 
-@torch.library.custom_op("partway_tests::bend", mutates_args=())
-def bend(x: Tensor) -> Tensor:
-    """x |x|, elementwise: what tests use as the operator that has no rule."""
-    return x * x.abs()
-
-
-bend.register_fake(torch.empty_like)
-bend.register_autograd(
-    lambda ctx, grad: 2 * grad * ctx.saved_tensors[0].abs(),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Half of the workers have pools of ranks, since each rank is a process too; a file's tests share a pool."""
+    """What is in long.txt, or in the folders of pages and of GPUs, is marked as long. Half of the workers have pools of
+    ranks, since each rank is a process too; a file's tests share a pool."""
+    long = tiers.long()
+    for item in items:
+        if item.nodeid in long or item.nodeid.startswith(("tests/conformance/", "tests/gpu/")):
+            item.add_marker("long")
     groups = max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // 2)
     files = list(dict.fromkeys(item.path for item in items if "pools" in item.fixturenames))
     for item in items:
@@ -98,6 +103,8 @@ def pools():
 @pytest.fixture
 def on_ranks(pools):
     """`on_ranks(n, function, *arguments)`: run a function of the test's file on n gloo processes."""
+
+    from pool import Pool
 
     def run(n, function, *arguments):
         if n in pools and pools[n].is_worn():

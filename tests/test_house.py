@@ -7,63 +7,65 @@ The sources themselves are read, so that a new module is covered without being l
 from __future__ import annotations
 
 import ast
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sources import sources
+import tiers
+from sources import sources, tree_of
 
 TESTS = Path(__file__).parent
 
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
+propagation/minsum/test_eliminate.py   propagation/minsum: found
 api/reuse/test_captures.py             propagation/plan: stored_graph
 runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand
 api/ops/test_groups.py                 runtime: groups
-api/graphs/test_by_hand.py             partway/ops: saved
 api/test_bad_input.py                  partway: checks request; partway/annotations: names statements
 api/test_context.py                    partway/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        partway: state_dicts
 ecosystem/test_around.py               runtime: split_operators
-ecosystem/test_kubernetes_outages.py   partway/operator: lease
-ecosystem/test_resume.py               partway: resume
-ecosystem/test_checkpoints.py          partway/checkpoints: contents manifest progress ranks
-ecosystem/test_pretrained.py           partway/checkpoints: pretrained
-ecosystem/test_frameworks.py           partway/integrations: accelerate lightning peft transformers
-ecosystem/test_inference_layouts.py    partway/checkpoints: per_rank rank_files
-api/test_compiling.py                  partway: plan_inputs; partway/annotations: annotate
-api/graphs/test_saving.py              partway/graphs: files figures index operators record stages text
-api/graphs/test_compare.py             partway/graphs: saved
-api/checking/test_programs.py          partway/checking: checker matching measured ranks reasons records
-api/checking/test_reports.py           partway/checking: report
+kits/operator/test_kubernetes_outages.py   kits/operator: lease
+kits/checkpoints/test_resume.py               partway: resume
+kits/checkpoints/test_checkpoints.py          kits/checkpoints: contents manifest progress ranks
+kits/checkpoints/test_pretrained.py           kits/checkpoints: pretrained
+kits/integrations/test_frameworks.py           kits/integrations: accelerate lightning peft transformers
+kits/checkpoints/test_inference_layouts.py    kits/checkpoints: per_rank rank_files
+api/compiler/test_driver.py            partway/compiler: capture_call compiled plan_inputs
+api/compiler/test_driver.py            partway/annotations: annotate
+api/graphs/test_saving.py              partway/graphs: record; propagation/graph: printer
+kits/checking/test_programs.py          kits/checking: checker matching measured ranks reasons records
+kits/checking/test_reports.py           kits/checking: report
 api/test_guard.py                      partway/reuse: guard
 api/test_planned.py                    partway/reuse: courses replanning
-api/test_threads.py                    partway: attached engine planning
-api/measure/test_bench.py              partway/measure: workloads
-api/measure/test_calibrate.py          partway/measure: clock collectives
-api/measure/test_operators.py          partway/measure: probes
+api/test_threads.py                    partway: attached engine; partway/compiler: planning_lock
+kits/measure/test_bench.py              kits/measure: workloads
+kits/measure/test_calibrate.py          kits/measure: clock collectives
+kits/measure/test_operators.py          kits/measure: probes
 models/test_second_derivatives.py      propagation/ops: constants; propagation/program: derivative
 models/test_second_derivatives.py      runtime: batched transformed
-models/test_step_overhead.py           partway: runner; partway/measure: contenders
-models/test_cache.py                   partway: cache
+models/test_step_overhead.py           partway: runner; kits/measure: contenders
 models/test_changing_sizes.py          partway/reuse: sizes
 models/test_constraints.py             partway/annotations: constrain
-models/test_flat_devices.py            partway/annotations: meshes
+models/test_flat_devices.py            partway/compiler: meshes
 models/test_features.py                partway: sharded sharding
-models/test_gloo_features.py           partway: alike
+models/test_gloo_features.py           partway: rank_facts
 models/test_own_parts.py               partway/annotations: given; runtime: own_parts
 models/test_gloo_dtensors.py           partway: dtensors
 models/test_materialize.py             partway: materialize; propagation/capture: initialisers
 models/test_contents.py                partway/reuse: contents
 models/test_state.py                   partway/reuse: effects facts libraries names reachable snapshot state
-data/test_views.py                     partway/data: random_views view window
-data/test_reader.py                    partway/data: epoch extras source tiff_source zarr_source
-data/test_web_decode.py                partway/data: web web_pipeline
+kits/data/test_views.py                     kits/data: random_views view window
+kits/data/test_reader.py                    kits/data: epoch extras source tiff_source zarr_source
+kits/data/test_web_decode.py                kits/data: web web_pipeline
 strategy/test_notation.py              strategy: choice
+test_layers.py                         strategy: kits
 strategy/test_validate.py              strategy: errors
 models/test_interrupts.py              strategy: afterwards
 models/test_hooks.py                   propagation/capture: backward_hooks hook_kinds hooks module_hooks
@@ -78,7 +80,7 @@ propagation/ops/test_indexing.py       propagation/ops: cross_entropy
 propagation/rules/test_table.py        propagation/ops: ctc dtypes hooked padded_convolution registration
 runtime/test_simulate.py               propagation/ops: collectives; runtime: assemble slices
 models/test_given_plans.py             propagation/plan: replay
-api/test_cache_folder.py               propagation/plan: stored
+api/compiler/test_cache.py               propagation/plan: stored
 propagation/plan/test_data.py          propagation/plan: plan
 models/test_models.py                  propagation/plan: make
 models/test_accumulation.py            propagation/program: accumulate
@@ -98,9 +100,9 @@ fusion/test_schedule.py                fusion: updates
 runtime/test_stretches.py              runtime: functions
 models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
-api/ps/test_clusters.py                partway/ps: jobs live saving workers; runtime/ps: client cluster
+kits/ps/test_clusters.py                kits/ps: jobs live saving workers; kits/ps/service: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
-api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
+api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/problem: islands
 api/test_islands.py                    propagation/islands: flows island variance writing
 api/test_islands.py                    propagation/ops: by_hand islands; strategy: place
 """
@@ -119,9 +121,8 @@ MODULES = sources()
 
 
 def twin(module: str) -> Path:
-    """The test of a module's name in the folder that mirrors its own: tests of partway/ are in tests/api, those of
-    partway/data in tests/data."""
-    folder, _, name = module.replace("partway/data/", "data/").rpartition("/")
+    """The test of a module's name in the folder that mirrors its own: tests of partway/ are in tests/api."""
+    folder, _, name = module.rpartition("/")
     return TESTS / folder.replace("partway", "api") / f"test_{name}"
 
 
@@ -135,7 +136,7 @@ def test_each_module_has_a_test_of_its_name_or_is_covered_by_others() -> None:
 
 @pytest.mark.parametrize("room", [module for module in MODULES if module.endswith("__init__.py")])
 def test_a_room_says_what_it_is(room: str) -> None:
-    assert ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8")))
+    assert ast.get_docstring(tree_of(MODULES[room]))
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -147,17 +148,15 @@ def public(body: list[ast.stmt]) -> Iterator[Definition]:
             yield statement
 
 
+@functools.cache
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes of the packages by name, which several may have."""
     found: dict[str, list[ast.ClassDef]] = {}
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found
-
-
-CLASSES = classes()
 
 
 def bases(owner: ast.ClassDef) -> set[str]:
@@ -171,13 +170,13 @@ def documented(method: str, owner: ast.ClassDef, protocols: list[ast.ClassDef]) 
         node.name == method and ast.get_docstring(node) for each in (owner, *protocols) for node in public(each.body)
     ):
         return True
-    above = [each for name in bases(owner) - {owner.name} for each in CLASSES.get(name, [])]
+    above = [each for name in bases(owner) - {owner.name} for each in classes().get(name, [])]
     return (method == "forward" and bool(owner.bases)) or any(documented(method, each, []) for each in above)
 
 
 def undocumented(path: Path) -> Iterator[str]:
     """The public functions, classes and methods of a file that have no docstring."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = tree_of(path).body
     protocols = [node for node in body if isinstance(node, ast.ClassDef) and "Protocol" in bases(node)]
     for node in public(body):
         if not ast.get_docstring(node) and not any(ast.unparse(one) == "overload" for one in node.decorator_list):
@@ -188,6 +187,20 @@ def undocumented(path: Path) -> Iterator[str]:
 
 def test_all_that_is_public_has_a_docstring() -> None:
     assert [f"{module}: {name}" for module, path in MODULES.items() for name in undocumented(path)] == []
+
+
+def test_what_is_long_is_there() -> None:
+    """A test of another name would be in `make test` again, unnoticed."""
+    tests = {name.partition("[")[0] for name in tiers.long()}
+    files = {name.partition("::")[0] for name in tests}
+    there = {
+        f"{file}::{node.name}"
+        for file in files
+        if (TESTS.parent / file).exists()
+        for node in tree_of(TESTS.parent / file).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert sorted(tests - there) == []
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sources import STAGES, layer_of, package_of, sources
+from sources import KITS, STAGES, layer_of, package_of, sources, tree_of
 from torch.distributed.tensor import DTensor
+
+from partway.strategy.kits import Door
 
 
 def modules(layer: str) -> dict[str, Path]:
@@ -26,7 +29,7 @@ def modules(layer: str) -> dict[str, Path]:
 
 def imports(source: Path, package: str) -> Iterator[tuple[int, str, bool]]:
     """Each import as (line, the dotted name it binds, whether it was written as a relative one)."""
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -56,7 +59,7 @@ def private_torch_names(source: Path, package: str) -> set[str]:
 
     Operators are no internals, whatever their names: `torch.ops.aten._unsafe_view` stands in captured graphs.
     """
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     names = {name for _, name, _ in imports(source, package)}
     names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {name for name in names if name.startswith("torch.") and not name.startswith("torch.ops.")}
@@ -71,7 +74,7 @@ def bound_names(layer_sources: list[Path]) -> set[str]:
     """The private names that these files define: functions, classes, variables, attributes that are set."""
     names: set[str] = set()
     for source in layer_sources:
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(source)):
             match node:
                 case (
                     ast.FunctionDef(name=name)
@@ -111,7 +114,7 @@ def private_attributes(source: Path, own: set[str], torchs: set[str]) -> set[str
     no internal.
     """
     uses = set()
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(source)):
         match node:
             case ast.Attribute(value=value, attr=name) if is_private(name):
                 base = ast.unparse(value)
@@ -133,7 +136,26 @@ def test_a_stage_imports_only_the_stages_before_it(layer: str) -> None:
     assert not breaks(layer), "\n".join(breaks(layer))
 
 
-@pytest.mark.parametrize("layer", [*STAGES, "partway"])
+def test_the_core_imports_no_kit() -> None:
+    """Only the public names and the command line lead to kits; what else the core asks of one is a Door."""
+    found = [
+        f"{module}:{line} imports {name}"
+        for module, source in modules("partway").items()
+        if module not in ("partway/__init__.py", "partway/cli.py")
+        for line, name, _ in imports(source, package_of(module))
+        if name.split(".")[:1] == ["partway"] and name.split(".")[1:2] in [[kit] for kit in KITS]
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("door", Door)
+def test_each_door_leads_to_a_function_of_a_kit(door: Door) -> None:
+    module, _, name = door.value.partition(":")
+    assert module.split(".")[0] in KITS
+    assert callable(getattr(importlib.import_module(f"partway.{module}"), name))
+
+
+@pytest.mark.parametrize("layer", [*STAGES, "partway", "kits"])
 def test_only_the_torch_internals_of_a_layer_use_private_names_of_torch(layer: str) -> None:
     uses = {
         name: private_torch_names(source, package_of(name)) | private_attributes(source, ours(), of_torch())

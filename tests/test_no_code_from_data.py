@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from sources import sources
+from sources import sources, tree_of
 
 MODULES = (
     "cloudpickle", "code", "codeop", "ctypes", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "pty",
@@ -32,31 +32,32 @@ LOADERS = (
 BETWEEN_RANKS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 # file, what it uses, how often: why it may
 ALLOWED = {
+    ("strategy/kits.py", "import_module", 1): "imports this package's own kits, by a table in the code",
     ("partway/__init__.py", "import_module", 3): "imports this package's own modules, by a table in the code",
     (
-        "partway/integrations/lightning.py",
+        "kits/integrations/lightning.py",
         "objects between ranks",
         1,
     ): "pickled by another process of the same job, for this one",
-    ("partway/measure/bench.py", "spawn", 1): "starts the processes that are measured, of this package's function",
+    ("kits/measure/bench.py", "spawn", 1): "starts the processes that are measured, of this package's function",
     (
-        "partway/measure/calibrate.py",
+        "kits/measure/calibrate.py",
         "spawn",
         1,
     ): "starts the processes that are measured, of this package's function",
     ("partway/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
     ("partway/jobs.py", "subprocess.run", 1): "see above",
-    ("partway/operator/manifests.py", "import yaml", 1): "its safe_load_all and safe_dump_all: plain values only",
-    ("partway/ps/jobs.py", "import ctypes", 1): "for prctl of the system's own C library, with numbers of this file",
-    ("partway/ps/jobs.py", "ctypes.CDLL", 1): "see above",
-    ("partway/ps/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
-    ("partway/ps/jobs.py", "subprocess.Popen", 1): "see above",
-    ("partway/ps/workers.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
-    ("runtime/ps/cluster.py", "import subprocess", 1): "starts Ray's own processes",
-    ("runtime/ps/cluster.py", "subprocess.Popen", 2): "see above",
-    ("runtime/ps/keeper.py", "import subprocess", 1): "starts Ray, as cluster.py says on its command line",
-    ("runtime/ps/keeper.py", "subprocess.Popen", 1): "see above",
-    ("runtime/ps/cluster.py", "import_module", 1): "ray, by its name",
+    ("kits/operator/manifests.py", "import yaml", 1): "its safe_load_all and safe_dump_all: plain values only",
+    ("kits/ps/jobs.py", "import ctypes", 1): "for prctl of the system's own C library, with numbers of this file",
+    ("kits/ps/jobs.py", "ctypes.CDLL", 1): "see above",
+    ("kits/ps/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
+    ("kits/ps/jobs.py", "subprocess.Popen", 1): "see above",
+    ("kits/ps/workers.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
+    ("kits/ps/service/cluster.py", "import subprocess", 1): "starts Ray's own processes",
+    ("kits/ps/service/cluster.py", "subprocess.Popen", 2): "see above",
+    ("kits/ps/service/keeper.py", "import subprocess", 1): "starts Ray, as cluster.py says on its command line",
+    ("kits/ps/service/keeper.py", "subprocess.Popen", 1): "see above",
+    ("kits/ps/service/cluster.py", "import_module", 1): "ray, by its name",
     (
         "partway/user_rules.py",
         "import marshal",
@@ -66,18 +67,18 @@ ALLOWED = {
     ("partway/named.py", "import_module", 1): "a module that a person names on the command line, as for `python -m`",
     ("partway/named.py", "exec_module", 1): "a file that a person names on the command line, as for `python FILE`",
     (
-        "partway/checkpoints/contents.py",
+        "kits/checkpoints/contents.py",
         "torch.load",
         1,
     ): "with weights_only=True: tensors and plain values",
-    ("partway/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
+    ("kits/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
     (
-        "partway/checkpoints/ranks.py",
+        "kits/checkpoints/ranks.py",
         "objects between ranks",
         1,
     ): "pickled by another process of the same job, for this one",
-    ("partway/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
-    ("partway/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
+    ("kits/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
+    ("kits/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
     ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",
     ("propagation/ops/functions.py", "exec", 1): "see above",
     ("runtime/random_state.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
@@ -113,7 +114,7 @@ def uses(tree: ast.Module) -> Iterator[str]:
 
 
 def found() -> dict[str, list[str]]:
-    return {name: sorted(uses(ast.parse(path.read_text(encoding="utf-8")))) for name, path in sources().items()}
+    return {name: sorted(uses(tree_of(path))) for name, path in sources().items()}
 
 
 def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
@@ -126,8 +127,8 @@ def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
 def test_all_modules_are_looked_at() -> None:
     names = set(found())
     assert {
-        "partway/cache.py",
-        "partway/data/web.py",
+        "partway/compiler/cache.py",
+        "kits/data/web.py",
         "strategy/files.py",
         "propagation/plan/stored.py",
         "propagation/plan/forms.py",
@@ -146,5 +147,5 @@ def test_what_is_watched_is_seen() -> None:
     )  # fmt: skip
     for line in lines:
         assert list(uses(ast.parse(line))), line
-    for line in ("from partway.compiling import compile\ncompile(f)", "json.loads('1')", "re.compile('x')"):
+    for line in ("from partway.sharding import compile\ncompile(f)", "json.loads('1')", "re.compile('x')"):
         assert not list(uses(ast.parse(line))), line

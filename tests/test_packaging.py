@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from lowest import constraints
-from sources import STAGES, sources
+from sources import KITS, STAGES, sources
 
 import partway
 
@@ -34,7 +34,9 @@ def installed_folder(package: str) -> Path:
 
 
 def test_every_source_file_is_installed() -> None:
-    on_disk = {path.relative_to(CHECKOUT).as_posix() for top in (*STAGES, "partway") for path in files(CHECKOUT / top)}
+    on_disk = {
+        path.relative_to(CHECKOUT).as_posix() for top in (*STAGES, "kits", "partway") for path in files(CHECKOUT / top)
+    }
     assert on_disk == sources().keys()
 
 
@@ -43,9 +45,10 @@ def files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*.py") if not any(parent.is_symlink() for parent in path.parents))
 
 
-def test_the_stages_are_linked_to() -> None:
+def test_the_stages_and_kits_are_linked_to() -> None:
     assert {path.name: str(path.readlink()) for path in (CHECKOUT / "partway").iterdir() if path.is_symlink()} == {
-        stage: f"../{stage}" for stage in STAGES
+        **{stage: f"../{stage}" for stage in STAGES},
+        **{kit: f"../kits/{kit}" for kit in KITS},
     }
 
 

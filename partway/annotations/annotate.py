@@ -6,17 +6,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from partway.annotations.statements import Statement, parameters, statements, tensors
-from partway.plan_inputs import PlanInputs
+from partway.compiler.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import beside_losses, in_caches
 from partway.propagation.plan.plan import Plan
-from partway.propagation.search.problem import Allowed
+from partway.propagation.problem.problem import Allowed
 from partway.strategy import Annotation, Layout, Mesh, Problem, StrategyError, check_strategies
 from partway.strategy.errors import raise_problems
 from partway.strategy.layout import layout
 from partway.strategy.notation import counted
+
+_SHOWN = 6  # layouts of an annotation that are printed
 
 Layouts = dict[str, tuple[tuple[Layout, ...], str]]  # by name: the layouts allowed, and how they were written
 
@@ -29,6 +31,16 @@ class Annotations:
     as_it_lies: frozenset[str]
     parts: int  # into how many the batch is split
     written: Mapping[str, str]  # by name, every place where a strategy for it stands: one pattern may be of many names
+
+    def __str__(self) -> str:
+        lines = [
+            f"{counted(len(self.allowed), 'tensor')} annotated, the batch split into {counted(self.parts, 'part')}"
+        ]
+        for name, (layouts, text) in self.allowed.items():
+            more = f" and {len(layouts) - _SHOWN} more" if len(layouts) > _SHOWN else ""
+            allowed = ", ".join(map(str, layouts[:_SHOWN]))
+            lines.append(f"{name}: {text}, from {self.written.get(name, 'an earlier plan')}: {allowed}{more}")
+        return "\n".join([*lines, *(f"{name} may stay as it lies" for name in sorted(self.as_it_lies))])
 
 
 def annotate(inputs: PlanInputs, mesh: Mesh) -> Annotations:

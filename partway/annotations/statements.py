@@ -12,9 +12,9 @@ import torch
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.given import given_strategies
 from partway.annotations.names import by_argument, check_out_strategy
+from partway.compiler.plan_inputs import PlanInputs
 from partway.options.fields import DatasetMode, ParallelMode
 from partway.options.parallel import ParallelContext
-from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Port, Role

@@ -5,29 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from partway.strategy.errors import ContextError
 
 _PREFIXES = ("PARTWAY_SAVE_GRAPHS", "MS_DEV_SAVE_GRAPHS")  # the second is the reference's
-RANKS = "PARTWAY_SAVE_GRAPHS_RANKS"
-_FOLDER = "partway_graphs"
-
-
-class Level(IntEnum):
-    """How much is saved."""
-
-    STAGES = 1  # the main stages
-    PASSES = 2  # what every pass made
-    PICTURES = 3  # with a picture of each
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be saved, in which folder, and whether of every rank or of rank 0 alone."""
+    """What is to be saved: of the main stages (level 1) or of every pass (2), in which folder, and whether every rank's
+    or that of rank 0 alone."""
 
-    level: Level
+    level: int
     folder: Path
     every_rank: bool = False
 
@@ -39,16 +29,17 @@ def asked(environment: Mapping[str, str] | None = None) -> Asked | None:
     level = _either("", env)
     if level in ("", "0"):
         return None
-    if level not in ("1", "2", "3"):
+    if level not in ("1", "2"):
         name = next(name for name in _PREFIXES if env.get(name))
         raise ContextError(
-            f"{name} is {level!r:.80}; write 1 for the graphs of the main stages, 2 for those of every pass, 3 for "
-            "these with pictures, or 0 for none"
+            f"{name} is {level!r:.80}; write 1 for the graphs of the main stages, 2 for those of every pass, or 0 for "
+            "none (`partway show` makes pictures of a plan)"
         )
-    ranks = env.get(RANKS, "")
-    if ranks not in ("", "all"):
-        raise ContextError(f"{RANKS} is {ranks!r:.80}; write all, or unset it to save the graphs of rank 0")
-    return Asked(Level(int(level)), Path(os.path.abspath(_either("_PATH", env) or _FOLDER)), ranks == "all")
+    if (ranks := env.get("PARTWAY_SAVE_GRAPHS_RANKS", "")) not in ("", "all"):
+        raise ContextError(
+            f"PARTWAY_SAVE_GRAPHS_RANKS is {ranks!r:.80}; write all, or unset it to save those of rank 0"
+        )
+    return Asked(int(level), Path(os.path.abspath(_either("_PATH", env) or "partway_graphs")), ranks == "all")
 
 
 def _either(suffix: str, env: Mapping[str, str]) -> str:

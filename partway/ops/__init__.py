@@ -4,7 +4,6 @@
     neighbors.py    neighbor_exchange, neighbor_exchange_v2
     classes.py      the same as MindSpore has them: AllReduce(op, group)(x), ...
     groups.py       create_group, destroy_group; the ranks of a group by number
-    saved.py        has the graphs of calls written
     where.py        where a program of one rank runs: on which mesh, at which place
 
 They are called in an island (`pw.manual`), or by the processes of a launcher. What is differentiated is the sum of the

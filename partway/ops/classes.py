@@ -16,7 +16,6 @@ from torch import Tensor
 from partway.ops import functions
 from partway.ops.functions import check_position, check_tensor, reduction
 from partway.ops.neighbors import check_borders, check_ranks, check_shapes, exchange, neighbor_exchange_v2
-from partway.ops.saved import saved
 from partway.ops.where import check_group, here
 from partway.strategy import OperatorError
 from partway.strategy.errors import shown
@@ -142,7 +141,6 @@ class NeighborExchange:
                     "for each"
                 )
 
-    @saved
     def __call__(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that the neighbours sent."""
         call = "NeighborExchange"

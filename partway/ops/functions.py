@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partway.ops.saved import saved
 from partway.ops.where import here
 from partway.propagation.ops import by_hand
 from partway.strategy import OperatorError
@@ -30,7 +29,6 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }  # of what ranks have, stacked
 
 
-@saved
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """The reduction of `x` of all ranks, on every rank: of tensors of one shape and dtype.
 
@@ -59,7 +57,6 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     return REDUCTIONS[op](by_hand.all_gather(x.unsqueeze(0), 0, axes, [1] * size))
 
 
-@saved
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[int] | None = None) -> Tensor:
     """The tensors of all ranks put together along `dim`, on every rank.
 
@@ -83,7 +80,6 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[
     return result
 
 
-@saved
 def reduce_scatter(
     x: Tensor, op: str = "sum", dim: int = 0, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -108,7 +104,6 @@ def reduce_scatter(
     return REDUCTIONS[op](by_hand.all_to_all(back, dim + 1, 0, axes, parts, [1] * size, own))
 
 
-@saved
 def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
     """x of the rank at the position `root` of the group, on every rank; the others give its shape and dtype.
 
@@ -124,7 +119,6 @@ def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
     return result
 
 
-@saved
 def all_to_all(
     x: Tensor,
     split_dim: int = 0,
@@ -161,7 +155,6 @@ def all_to_all(
     return result
 
 
-@saved
 def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) -> Tensor:
     """x of another rank: for each pair (source, target) of positions in the group, the target gets the source's x.
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from partway.ops.functions import check_position, check_tensor
-from partway.ops.saved import saved
 from partway.ops.where import here
 from partway.propagation.ops import by_hand
 from partway.strategy import OperatorError
@@ -25,7 +24,6 @@ _AROUND = {
 _OPPOSITE = dict(zip(_AROUND, [*_AROUND][4:] + [*_AROUND][:4], strict=True))
 
 
-@saved
 def neighbor_exchange(
     xs: Sequence[Tensor],
     send_rank_ids: Sequence[int],
@@ -112,7 +110,6 @@ def _kept(call: str, tensors: Sequence[Tensor], coming: Sequence[Sequence[int]])
     return [x.clone() for x in tensors]
 
 
-@saved
 def neighbor_exchange_v2(
     x: Tensor,
     send_rank_ids: Sequence[int],

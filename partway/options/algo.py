@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from partway.options.base import Options
-from partway.propagation.search.problem import Recompute
+from partway.options.base import FrozenOptions
+from partway.propagation.problem.problem import Recompute
 
 
-class AlgoParameters(Options):
+class AlgoParameters(FrozenOptions):
     """Options of the strategy search. `current_algo()` is the one in force."""
 
     fully_use_devices: bool = True

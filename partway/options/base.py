@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 
-class Options(BaseModel):
+class FrozenOptions(BaseModel):
     """Frozen options; `absent` names MindSpore's that are not here, with what to do instead."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")

@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from partway.options.base import Options
+from partway.options.base import FrozenOptions
 from partway.options.refusals import context_error, problems_with, unknown_option
 from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import shown
 
-OptionsT = TypeVar("OptionsT", bound=Options)
+OptionsT = TypeVar("OptionsT", bound=FrozenOptions)
 
 
 class InForce(Generic[OptionsT]):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
-from partway.options.base import Options
+from partway.options.base import FrozenOptions
 from partway.options.fields import (
     AUTO,
     FUSION_OPTION,
@@ -22,13 +22,13 @@ from partway.options.fields import (
 )
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.random_numbers import RandomNumbers
-from partway.propagation.search.problem import Fallback
+from partway.propagation.problem.problem import Fallback
 from partway.propagation.search.search import SearchMode
 from partway.runtime.loaded import Backend
 from partway.strategy.errors import StrategyError
 
 
-class CommFusion(Options):
+class CommFusion(FrozenOptions):
     """How the collectives of parameters are grouped, each kind by {"mode": ..., "config": ...}; None: not at all.
 
     A kind that is not named is grouped in mode auto, as in the reference and in PyTorch's DistributedDataParallel.
@@ -50,7 +50,7 @@ class CommFusion(Options):
     """Of the gradients of parameters that are split over the axis. The modes are those of allgather."""
 
 
-class StrategyCkptConfig(Options):
+class StrategyCkptConfig(FrozenOptions):
     """Where plans are loaded from and saved to."""
 
     load_file: str = Field(default="", description="the path of an existing file, or ''")
@@ -68,7 +68,7 @@ class StrategyCkptConfig(Options):
         return value
 
 
-class ParallelOptimizerConfig(Options):
+class ParallelOptimizerConfig(FrozenOptions):
     """Which parameters `enable_parallel_optimizer` splits."""
 
     absent: ClassVar[Mapping[str, str]] = {
@@ -87,7 +87,7 @@ _PIPELINE = "pipeline parallelism is not available yet"
 _NORMS = "read the gradients' norms in the training loop"
 
 
-class ParallelContext(Options):
+class ParallelContext(FrozenOptions):
     """The parallel context. `current()` is the one in force."""
 
     absent: ClassVar[Mapping[str, str]] = {

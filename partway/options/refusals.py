@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from partway.options.base import Options
+from partway.options.base import FrozenOptions
 from partway.strategy.choice import Choice
 from partway.strategy.errors import ContextError, StrategyError, shown
 from partway.strategy.suggest import did_you_mean
@@ -27,13 +27,13 @@ def _accepts(field: FieldInfo) -> str:
     return "True or False" if kind is bool else f"one of {', '.join(map(repr, kind))}"
 
 
-def _nested(field: FieldInfo) -> type[Options] | None:
+def _nested(field: FieldInfo) -> type[FrozenOptions] | None:
     """The options inside a field whose type is options."""
     kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Options) else None
+    return kind if isinstance(kind, type) and issubclass(kind, FrozenOptions) else None
 
 
-def unknown_option(options: type[Options], key: object, path: str) -> str:
+def unknown_option(options: type[FrozenOptions], key: object, path: str) -> str:
     """Why `key`, which is written as `path`, is not one of `options`."""
     if key in options.absent:
         return f"{path} is MindSpore's and not an option here: {options.absent[str(key)]}"
@@ -42,7 +42,7 @@ def unknown_option(options: type[Options], key: object, path: str) -> str:
     return f"{path} is not an option" + (f"; {meant}" if meant else "") + f" (all options: {every})"
 
 
-def _explain(options: type[Options], error: ErrorDetails, value: Any) -> Iterable[str]:
+def _explain(options: type[FrozenOptions], error: ErrorDetails, value: Any) -> Iterable[str]:
     """The problems that one of pydantic's errors stands for."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, StrategyError):
@@ -62,7 +62,7 @@ def _explain(options: type[Options], error: ErrorDetails, value: Any) -> Iterabl
     return [f"{path}: {text}" for text in texts or (what,)]
 
 
-def problems_with(options: type[Options], settings: Mapping[str, object]) -> list[str]:
+def problems_with(options: type[FrozenOptions], settings: Mapping[str, object]) -> list[str]:
     """Every reason why `settings` are refused: the wrong ones, then what the others contradict."""
     try:
         options.model_validate(settings)

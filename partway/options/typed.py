@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
-from partway.options.base import Options
+from partway.options.base import FrozenOptions
 
 
 class ParallelOptions(TypedDict, total=False):
@@ -61,7 +61,7 @@ class AlgoOptions(TypedDict, total=False):
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def listing(options: type[Any], model: type[Options]) -> Callable[[F], F]:
+def listing(options: type[Any], model: type[FrozenOptions]) -> Callable[[F], F]:
     """A decorator: the docstring of a function ends with its `options`, each with type, default and meaning."""
 
     def extended(function: F) -> F:
@@ -71,7 +71,7 @@ def listing(options: type[Any], model: type[Options]) -> Callable[[F], F]:
     return extended
 
 
-def listed(options: type[Any], model: type[Options]) -> str:
+def listed(options: type[Any], model: type[FrozenOptions]) -> str:
     """The options of a TypedDict, each with its type, its default and its meaning, as `model` has them."""
     said, defaults = meanings(model), model().model_dump()
     lines = []
@@ -82,7 +82,7 @@ def listed(options: type[Any], model: type[Options]) -> str:
 
 
 @functools.cache
-def meanings(model: type[Options]) -> dict[str, str]:
+def meanings(model: type[FrozenOptions]) -> dict[str, str]:
     """The docstring below each field of a model, read from its source; none where there is no source."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body

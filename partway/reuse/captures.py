@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from partway.attached import engine_of
-from partway.cache import Files, software
+from partway.compiler.cache import Files, software
 from partway.propagation.capture.checks import warn_of_updates
 from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.graph.structure import Call, name_of, state_of

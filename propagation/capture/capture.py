@@ -40,10 +40,10 @@ from .counted import at_numbers, counted
 from .failures import Undecided
 from .hooks import Hooks
 from .ports import InputPorts, input_ports, output_ports, unseen_updates
-from .questions import Answering, Asked
+from .questions import Answerable, Answering
 from .random_state import drawing_nothing
 from .source_lines import callers_line
-from .tracing import Attempt, Dims, Effects, NoEffects, Traced, checked, trace
+from .tracing import Attempt, Dims, EffectListener, NoEffects, Traced, checked, trace
 
 Pass = Callable[[fx.GraphModule], None]
 Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
@@ -85,7 +85,7 @@ def capture(
     kwargs: dict[str, Any],
     options: CaptureOptions = _DEFAULTS,
     values: Values | None = None,
-    effects: Effects | None = None,
+    effects: EffectListener | None = None,
     around: Around = applied,
 ) -> Graph:
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
@@ -102,7 +102,7 @@ def capture(
     """
     call = flatten_call(fn, args, kwargs)
     undecided: Undecided | None = None
-    for level in Asked if values else (Asked.NOTHING,):
+    for level in Answerable if values else (Answerable.NOTHING,):
         try:
             attempt, traced = _traced(fn, call, level, options, values, effects or NoEffects())
         except Undecided as error:
@@ -122,7 +122,7 @@ def capture_any_size(
     changing: Dims,
     dense: bool = True,
     options: CaptureOptions = _DEFAULTS,
-    effects: Effects | None = None,
+    effects: EffectListener | None = None,
 ) -> AnySize:
     """Capture `fn` for all sizes of the dims `changing` of the tensors of a call, whose own sizes there are at least 2.
     `dense`: as if they all lay densely in memory; a function that asks how they do is captured as they are.
@@ -154,7 +154,7 @@ def capture_counting(
     kwargs: dict[str, Any],
     numbers: Sequence[Path],
     options: CaptureOptions = _DEFAULTS,
-    effects: Effects | None = None,
+    effects: EffectListener | None = None,
     around: Around = applied,
 ) -> Graph:
     """The graph of `fn` for all calls that differ from this one in the `numbers` alone, which are inputs of it; what
@@ -240,22 +240,27 @@ def _checked(graph: Graph, traced: Traced) -> Graph:
 
 
 def _attempt(
-    fn: Callable[..., Any], call: Call, answering: Answering | None, options: CaptureOptions, effects: Effects,
+    fn: Callable[..., Any], call: Call, answering: Answering | None, options: CaptureOptions, effects: EffectListener,
     checked: bool,
 ) -> Attempt:  # fmt: skip
     return Attempt(fn, call, answering, effects, Hooks(), checked, options.gradients, options.returns_given)
 
 
 def _traced(
-    fn: Callable[..., Any], call: Call, level: Asked, options: CaptureOptions, values: Values | None, effects: Effects,
-) -> tuple[Attempt, Traced]:  # fmt: skip
+    fn: Callable[..., Any],
+    call: Call,
+    level: Answerable,
+    options: CaptureOptions,
+    values: Values | None,
+    effects: EffectListener,
+) -> tuple[Attempt, Traced]:
     """What torch.export makes of `fn` where questions up to `level` are answered, on the first answers to late
     questions on which it does not raise."""
     may_draw = options.random_numbers is not RandomNumbers.TORCH
     assumed: Sequence[Answer] = options.late
     while True:
         answering = None
-        if values and level is not Asked.NOTHING:
+        if values and level is not Answerable.NOTHING:
             answering = Answering(level, values, may_draw, lambda: callers_line(traceback.extract_stack(), fn), assumed)
         attempt = _attempt(fn, call, answering, options, effects, checked=values is not None)
         try:

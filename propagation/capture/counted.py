@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
+class CapturedCounts:
     """What a graph counts on: the `numbers` of its call as they were traced, and that all that is `computed` of them
     fits int64, as Python's integers do not have to."""
 
@@ -60,7 +60,7 @@ def at_numbers(attempt: Attempt, traced: Traced) -> Traced:
     return replace(traced, module=with_sizes(traced.module, values_of_symbols(pairs)))
 
 
-def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, Counts]:
+def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, CapturedCounts]:
     """What was traced of a call with numbers that change, with tensors for these (in place), and what it counts on.
     Raises CaptureError where a size follows from one of them."""
     module = traced.module
@@ -75,7 +75,7 @@ def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, Counts]:
         val = node.meta.get("val")
         if isinstance(val, tuple(NUMBERS)) or is_symbolic(val):
             raise CaptureError(f"a size, or what {node.name} does, follows from a number that changes")
-    return traced, Counts(sizes, computed)
+    return traced, CapturedCounts(sizes, computed)
 
 
 def _stand_ins(attempt: Attempt, traced: Traced) -> list[fx.Node]:

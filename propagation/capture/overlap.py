@@ -22,10 +22,10 @@ def span_of(tensor: Tensor) -> Span | None:
     return tensor.untyped_storage().data_ptr(), start * size, stop * size
 
 
-class Memory:
+class MemoryRanges:
     """Where named tensors are in memory, and which of them are written to. `more`: others to compare with."""
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor, bool]] = (), more: Memory | None = None) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor, bool]] = (), more: MemoryRanges | None = None) -> None:
         self._known: dict[int, list[tuple[str, Span, bool]]] = {}  # by storage
         self._more = more
         for name, tensor, written in tensors:
@@ -47,7 +47,7 @@ class Memory:
 
 def shared(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
     """The names of tensors that share memory, each with one before it."""
-    memory = Memory()
+    memory = MemoryRanges()
     for name, tensor in named:
         if (other := memory.take(name, tensor, True)) is not None:
             yield other, name

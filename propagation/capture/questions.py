@@ -45,7 +45,7 @@ from ..torch_internals import (
 aten = torch.ops.aten
 
 
-class Asked(IntEnum):
+class Answerable(IntEnum):
     """Which questions are answered: no more than a capture needs, since each costs a comparison on every call."""
 
     NOTHING = 0
@@ -96,7 +96,7 @@ class Answering(TorchDispatchMode):
         return True
 
     def __init__(
-        self, level: Asked, values: Values, may_draw: bool, line: Callable[[], str], late: Sequence[Answer] = ()
+        self, level: Answerable, values: Values, may_draw: bool, line: Callable[[], str], late: Sequence[Answer] = ()
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.assumed: list[Answer] = []
@@ -142,7 +142,7 @@ class Answering(TorchDispatchMode):
             return False
         dtype = args[0].dtype
         return dtype is torch.bool or (
-            self.level is Asked.NUMBERS and not (dtype.is_floating_point or dtype.is_complex)
+            self.level is Answerable.NUMBERS and not (dtype.is_floating_point or dtype.is_complex)
         )
 
     def _answered(self, func: Any, args: Any, kwargs: Any) -> Answer:

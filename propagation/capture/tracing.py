@@ -35,7 +35,7 @@ from .module_hooks import ModuleHooks, Noted
 from .numbers import numbers_as_tensors, tensors_read
 from .overlap import shared
 from .preparation import prepared, quiet
-from .questions import ASKING, Answering, Asked
+from .questions import ASKING, Answerable, Answering
 from .random_state import without_pythons_random_numbers
 from .sizes import Sized
 from .source_lines import callers_line, name_frames, with_source_lines
@@ -46,7 +46,7 @@ Dims = frozenset[tuple[int, int]]  # of the tensors of a call, by place
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
-class Effects(Protocol):
+class EffectListener(Protocol):
     """Notes what a function leaves behind in Python while it is captured."""
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class Attempt:
     fn: Callable[..., Any]
     call: Call
     answering: Answering | None
-    effects: Effects
+    effects: EffectListener
     hooks: Hooks
     checked: bool
     gradients: bool
@@ -287,7 +287,7 @@ class Flat(torch.nn.Module):
         numbers = [tensor.shape[0] for tensor in tensors[count:]]
         args, kwargs = self.call.structure.build(list(tensors[:count]), numbers=numbers)
         answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
-        asks_numbers = self.answering is not None and self.answering.level is Asked.NUMBERS
+        asks_numbers = self.answering is not None and self.answering.level is Answerable.NUMBERS
         sized = Sized() if asks_numbers else contextlib.nullcontext()
         self._stand_in(tensors)
         self.begin()

@@ -27,7 +27,7 @@ from ...strategy.errors import Problem, StrategyError, shown
 from ...strategy.files import json_of, read, save
 from ...strategy.placement import Kind
 from ..ops.kinds import figures_of
-from .rates import NOT_NEGATIVE, OTHER, Figures, OperatorRates, Rates
+from .rates import NOT_NEGATIVE, OTHER, OperatorRates, ProfileFigures, Rates
 
 # -- Figures for each kind of collective -----------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ _Flops = Annotated[float, Field(gt=0, description=f"{_POSITIVE} (operations/s)")
 _Source = Annotated[str, Field(min_length=1, description="a text that says where the figures come from")]
 
 
-class Peak(Figures):
+class PeakRates(ProfileFigures):
     """Operations per second, by the dtype that is computed in."""
 
     float64: _Flops
@@ -136,7 +136,7 @@ class Peak(Figures):
         return getattr(self, name) if name in type(self).model_fields else self.float32
 
 
-class Sources(Figures):
+class Sources(ProfileFigures):
     """Where the figures of a device come from."""
 
     peak: _Source
@@ -144,7 +144,7 @@ class Sources(Figures):
     overhead: _Source
 
 
-class Together(Figures):
+class Together(ProfileFigures):
     """What each lane does of what it does alone, while operators compute and a collective is under way: 1 is all.
 
     queued    how much of its launch and latencies a collective takes that was issued before another one was over: no
@@ -159,7 +159,7 @@ class Together(Figures):
 ALONE = Together(computing=1.0, communicating=1.0)
 
 
-class NetworkLevel(Figures):
+class NetworkLevel(ProfileFigures):
     """One level of the network: ranks 0 to devices - 1 are in its first unit, the next `devices` in its second, ...
 
     devices     how many devices one unit holds (None: any number)
@@ -177,7 +177,7 @@ class NetworkLevel(Figures):
     launch: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
 
 
-class DeviceProfile(Figures):
+class DeviceProfile(ProfileFigures):
     """One device and the network that joins it to others.
 
     peak               operations/s by dtype
@@ -190,7 +190,7 @@ class DeviceProfile(Figures):
     """
 
     name: Annotated[str, Field(min_length=1, description="a name")]
-    peak: Peak = Field(description="an object with float64, float32, bfloat16 and float16")
+    peak: PeakRates = Field(description="an object with float64, float32, bfloat16 and float16")
     memory: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes)")]
     memory_bandwidth: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes/s)")]
     overhead: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
@@ -310,15 +310,15 @@ def _problems(error: ErrorDetails) -> Iterator[Problem]:
         yield Problem(where or "the file", what, f"write {_accepts(error['loc'])}")
 
 
-_NESTED: dict[str, type[Figures]] = {
-    "peak": Peak, "sources": Sources, "levels": NetworkLevel, "together": Together, "operators": OperatorRates,
+_NESTED: dict[str, type[ProfileFigures]] = {
+    "peak": PeakRates, "sources": Sources, "levels": NetworkLevel, "together": Together, "operators": OperatorRates,
     "forward": Rates, "backward": Rates,
 }  # fmt: skip
 
 
 def _accepts(location: tuple[int | str, ...]) -> str:
     """What the field at a location takes."""
-    kind: type[Figures] = DeviceProfile
+    kind: type[ProfileFigures] = DeviceProfile
     of_objects = True
     accepts = f"an object with {', '.join(kind.model_fields)}"
     for key in location:

@@ -28,13 +28,13 @@ NOT_NEGATIVE = "a finite number of 0 or more"
 _Seconds = Annotated[float, Field(ge=0)]
 
 
-class Figures(BaseModel):
+class ProfileFigures(BaseModel):
     """Figures of a profile: a field's `description` says what it accepts."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class Rates(Figures):
+class Rates(ProfileFigures):
     """What an operator takes.
 
     call     seconds of a call
@@ -77,7 +77,7 @@ def features_of(flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> tuple
     return (np.ones_like(moved), work, *beyond, np.where(written >= MAPPED, written, 0.0))
 
 
-class OperatorRates(Figures):
+class OperatorRates(ProfileFigures):
     """The rates of one operator, by its name as PyTorch prints it, or of a kind of them.
 
     forward    of a call

@@ -7,5 +7,6 @@ Here a graph is defined; `capture/` makes it, and all rooms after this one read 
     structure.py   arguments and results as flat lists of tensors, and back; names of arguments, of a module's tensors
     question.py    what a function asks of the values of a call, as operators that are run for the answer
     nodes.py       queries of one node: value, shape, operands, arguments, source line, kinds of operators
+    printer.py     the text of a graph, which everything that holds one prints
     queries.py     queries of a whole graph: constants, gradient flow, what is differentiated or recomputed
 """

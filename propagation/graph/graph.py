@@ -22,8 +22,9 @@ from ...strategy.errors import VerifyError
 from ..ops.constants import NO_GRADIENT
 from ..ops.hooked import Hook
 from ..torch_internals import OpOverload, schema_of
-from .nodes import Value, describe, operands, operator_name, source_of, tensor_of, values_of
+from .nodes import Value, operands, source_of, tensor_of, values_of
 from .port import Port
+from .printer import named, text_of
 from .question import Question
 from .structure import Structure
 
@@ -113,10 +114,7 @@ class Graph:
         return frozenset(needs)
 
     def __str__(self) -> str:
-        lines = [f"{port.role.value} {port.name}: {describe(port.node)}" for port in self.inputs]
-        lines += [f"{node.name} = {operator_name(node)}: {describe(node)}" for node in self.nodes]
-        lines += [f"return {port.name} ({port.role.value}) = {port.node.name}" for port in self.outputs]
-        return "\n".join(lines)
+        return text_of(self.module.graph, named(self.inputs), [port.name for port in self.outputs])
 
 
 def verify(graph: Graph) -> Graph:

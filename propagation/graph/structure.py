@@ -38,14 +38,14 @@ class _Opened:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _GivenTensor:
     """A tensor of the call itself, number `place`, which a function returns in an object."""
 
     place: int
 
 
 @dataclass(frozen=True)
-class _Counted:
+class _CountedNumber:
     """A number of a call that changes from call to call, and so comes as a tensor: number `place` of these."""
 
     place: int
@@ -77,9 +77,9 @@ class Structure:
                 values.append(tensors.pop(0))
             elif leaf is _NUMBER:
                 values.append(_item(tensors.pop(0)))
-            elif isinstance(leaf, _Given):
+            elif isinstance(leaf, _GivenTensor):
                 values.append(given[leaf.place])
-            elif isinstance(leaf, _Counted):
+            elif isinstance(leaf, _CountedNumber):
                 values.append(numbers[leaf.place])
             else:
                 values.append(leaf.close(tensors, given, numbers) if isinstance(leaf, _Opened) else leaf)
@@ -105,7 +105,7 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 yield from leaf.structure.plain()
-            elif leaf is not _TENSOR and leaf is not _NUMBER and not isinstance(leaf, _Given | _Counted):
+            elif leaf is not _TENSOR and leaf is not _NUMBER and not isinstance(leaf, _GivenTensor | _CountedNumber):
                 yield leaf
 
     def kinds(self) -> Iterator[type]:
@@ -141,7 +141,7 @@ class Structure:
                 leaf = dataclasses.replace(leaf, structure=leaf.structure._returning(numbers, places))
             elif leaf is _TENSOR or leaf is _NUMBER:
                 place = places.get(next(numbers))
-                leaf = leaf if place is None else _Given(place)
+                leaf = leaf if place is None else _GivenTensor(place)
             leaves.append(leaf)
         return dataclasses.replace(self, leaves=tuple(leaves))
 
@@ -188,7 +188,7 @@ class Structure:
         if not rest:
             if type(leaf) is not int or not 2 <= leaf < 2**62:
                 return None
-            changed, number = _Counted(place), leaf
+            changed, number = _CountedNumber(place), leaf
         else:
             inner = leaf.structure._counting(tuple(rest), place) if isinstance(leaf, _Opened) else None
             if inner is None:
@@ -210,9 +210,9 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 texts.append(f"{type(leaf.template).__name__}({leaf.structure.text()})")
-            elif isinstance(leaf, _Given):
+            elif isinstance(leaf, _GivenTensor):
                 texts.append(f"tensor {leaf.place} of the call")
-            elif isinstance(leaf, _Counted):
+            elif isinstance(leaf, _CountedNumber):
                 texts.append("a number that changes")
             elif leaf is _TENSOR or leaf is _NUMBER:
                 texts.append("a tensor")
@@ -227,14 +227,14 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 plain.append((type(leaf.template), leaf.fields, leaf.structure.key()))
-            elif isinstance(leaf, _Counted):
+            elif isinstance(leaf, _CountedNumber):
                 plain.append("number")
             else:
                 plain.append("tensor" if leaf is _TENSOR else (type(leaf), _hashable(leaf)))
         return (str(self.spec), tuple(plain))
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str, _Counted})  # two of one type that are equal are one value
+_PLAIN = frozenset({type(None), bool, int, float, str, _CountedNumber})  # two of one type that are equal are one value
 
 
 def _are_alike(one: Any, other: Any) -> bool:
@@ -307,7 +307,7 @@ def _leaf_data(leaf: Any, write: Callable[[Any], Any]) -> tuple[Any, ...]:
         return ("tensor",)
     if leaf is _NUMBER:
         return ("number",)
-    if isinstance(leaf, _Given):
+    if isinstance(leaf, _GivenTensor):
         return ("given", leaf.place)
     if isinstance(leaf, _Opened):
         return ("object", write(type(leaf.template)), leaf.fields, leaf.structure.data(write), leaf.is_given)
@@ -321,7 +321,7 @@ def _leaf_of_data(data: Any, read: Callable[[Any], Any]) -> Any:
         case ("number",):
             return _NUMBER
         case ("given", int(place)):
-            return _Given(place)
+            return _GivenTensor(place)
         case ("object", kind, fields, inner, bool(is_given)):
             return _Opened(object.__new__(read(kind)), tuple(fields), Structure.of_data(inner, read), is_given)
         case ("plain", value):

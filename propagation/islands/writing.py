@@ -56,7 +56,7 @@ _REDUCED = {"max": aten.amax.default, "min": aten.amin.default}
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class IslandConversion:
     """A conversion of an island: `of` a value of its graph, caused by the call `at` (None: by what comes out of it)."""
 
     of: Value
@@ -73,18 +73,18 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenIsland:
     """What a rank runs: the tag of a conversion is its place in `conversions`."""
 
     graph: fx.Graph
-    conversions: tuple[Converted, ...]
+    conversions: tuple[IslandConversion, ...]
     variance: Variance
 
 
-_WRITTEN: dict[tuple[str, bool], Written] = {}  # by the keys of islands, and whether they are verified
+_WRITTEN: dict[tuple[str, bool], WrittenIsland] = {}  # by the keys of islands, and whether they are verified
 
 
-def written(island: Island) -> Written:
+def written(island: Island) -> WrittenIsland:
     """`island` as a rank runs it. With PARTWAY_VERIFY=1 it checks that results that are said to be whole are."""
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     if (island.key, verifies) not in _WRITTEN:
@@ -102,9 +102,9 @@ class _Writing:
         self.graph = fx.Graph()
         self.local: dict[Value, fx.Node] = {}
         self.varied: dict[tuple[Value, frozenset[str]], fx.Node] = {}
-        self.conversions: list[Converted] = []
+        self.conversions: list[IslandConversion] = []
 
-    def written(self) -> Written:
+    def written(self) -> WrittenIsland:
         for port in self.island.graph.inputs:
             self.local[Value(port.node)] = self.graph.placeholder(port.node.name)
         for node in self.island.graph.nodes:
@@ -116,14 +116,14 @@ class _Writing:
                     inherit_line(new, node)
         ports = zip(self.island.graph.outputs, self.island.results, strict=True)
         self.graph.output(tuple(self._result(source_of(port.node), crossing) for port, crossing in ports))
-        return Written(self.graph, tuple(self.conversions), self.variance)
+        return WrittenIsland(self.graph, tuple(self.conversions), self.variance)
 
     def _write(self, node: fx.Node) -> None:
         taken = iter([self._operand(node, source_of(operand)) for operand in operands(node)])
         called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
         args, kwargs = called
         if node.target in COLLECTIVES:
-            result: Any = _COLLECTIVES[node.target](_Call(self, node, args[0]))
+            result: Any = _COLLECTIVES[node.target](_CollectiveCall(self, node, args[0]))
         else:
             result = self._local_form(node, tuple(args), dict(kwargs))
         if not isinstance(value(node), tuple | list):
@@ -148,7 +148,7 @@ class _Writing:
         held = tensor.numel() * tensor.element_size()
         whole_bytes = held * size if isinstance(source, Shard) else held
         tag = len(self.conversions)
-        self.conversions.append(Converted(of, ordered, source, target, whole_bytes, at))
+        self.conversions.append(IslandConversion(of, ordered, source, target, whole_bytes, at))
         return self.call(convert, x, str(source), str(target), list(ordered), size, tag)
 
     def _operand(self, node: fx.Node, v: Value) -> fx.Node:
@@ -225,7 +225,7 @@ def _shape(v: Value) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CollectiveCall:
     """One call of a collective: what it is written with."""
 
     writing: _Writing
@@ -301,7 +301,7 @@ class _Call:
             )
 
 
-def _all_reduce(c: _Call) -> fx.Node:
+def _all_reduce(c: _CollectiveCall) -> fx.Node:
     if c.op in ("sum", "mean"):
         return _mean(c, c.convert(c.x, PARTIAL, c.whole))
     tensor = tensor_of(c.v)
@@ -310,23 +310,23 @@ def _all_reduce(c: _Call) -> fx.Node:
     return c.reduced(c.gathered())
 
 
-def _mean(c: _Call, total: fx.Node) -> fx.Node:
+def _mean(c: _CollectiveCall, total: fx.Node) -> fx.Node:
     return c.apply(aten.div.Scalar, total, c.count) if c.op == "mean" else total
 
 
-def _all_gather(c: _Call) -> fx.Node:
+def _all_gather(c: _CollectiveCall) -> fx.Node:
     c.check_even(c.sizes)
     return c.convert(c.x, Shard(c.dim), c.whole)
 
 
-def _reduce_scatter(c: _Call) -> fx.Node:
+def _reduce_scatter(c: _CollectiveCall) -> fx.Node:
     c.check_even(c.sizes)
     if c.op in ("sum", "mean"):
         return _mean(c, c.convert(c.x, PARTIAL, Shard(c.dim)))
     return c.reduced(c.exchanged(c.dim))
 
 
-def _all_to_all(c: _Call) -> fx.Node:
+def _all_to_all(c: _CollectiveCall) -> fx.Node:
     c.check_even(c.sends)
     c.check_even(c.receives)
     if c.split_dim != c.concat_dim:
@@ -336,7 +336,7 @@ def _all_to_all(c: _Call) -> fx.Node:
     return c.apply(aten.reshape.default, together, list(c.shape))
 
 
-def _permute(c: _Call) -> fx.Node:
+def _permute(c: _CollectiveCall) -> fx.Node:
     pairs = dict(zip(c.pairs[1::2], c.pairs[::2], strict=True))
     sizes = tuple(c.writing.mesh.size(axis) for axis in c.writing.mesh.axes if axis in c.axes)
     spans = tuple((pairs[i], pairs[i] + 1) if i in pairs else (0, 0) for i in range(c.count))
@@ -345,7 +345,7 @@ def _permute(c: _Call) -> fx.Node:
     return c.apply(aten.squeeze.dim, moved, 0)
 
 
-def _broadcast(c: _Call) -> fx.Node:
+def _broadcast(c: _CollectiveCall) -> fx.Node:
     other = c.elsewhere()
     flag = tensor_of(c.v).dtype is torch.bool
     x = c.writing.call(aten._to_copy.default, c.x, dtype=torch.uint8) if flag else c.x
@@ -353,11 +353,11 @@ def _broadcast(c: _Call) -> fx.Node:
     return c.writing.call(aten._to_copy.default, sent, dtype=torch.bool) if flag else sent
 
 
-def _reduce(c: _Call) -> fx.Node:
+def _reduce(c: _CollectiveCall) -> fx.Node:
     return c.apply(aten.masked_fill.Scalar, c.convert(c.x, PARTIAL, BROADCAST), c.elsewhere(), 0)
 
 
-def _send_receive(c: _Call) -> list[fx.Node]:
+def _send_receive(c: _CollectiveCall) -> list[fx.Node]:
     """Exchanges in which ranks differ were written as permutations when their traces were merged."""
     _, targets, sources, *_ = c.node.args
     if not targets and not sources:
@@ -368,7 +368,7 @@ def _send_receive(c: _Call) -> list[fx.Node]:
     )
 
 
-_COLLECTIVES: Mapping[Any, Callable[[_Call], Any]] = {
+_COLLECTIVES: Mapping[Any, Callable[[_CollectiveCall], Any]] = {
     by_hand.all_reduce: _all_reduce,
     by_hand.all_gather: _all_gather,
     by_hand.reduce_scatter: _reduce_scatter,

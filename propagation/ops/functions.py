@@ -28,7 +28,7 @@ from .registration import define
 
 
 @dataclass(frozen=True)
-class Functions:
+class CapturedFunctions:
     """What capture wrote, and the functions that it defines."""
 
     text: str
@@ -36,7 +36,7 @@ class Functions:
     like: Callable[..., Sequence[Tensor]]
 
 
-_MADE: dict[str, Functions] = {}  # by key: what the programs of this process may run
+_MADE: dict[str, CapturedFunctions] = {}  # by key: what the programs of this process may run
 
 
 def made_of(text: str) -> str:
@@ -45,11 +45,11 @@ def made_of(text: str) -> str:
     if key not in _MADE:
         names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
         exec(compile(text, "<control flow>", "exec"), names)
-        _MADE[key] = Functions(text, names["forward"], names["like"])
+        _MADE[key] = CapturedFunctions(text, names["forward"], names["like"])
     return key
 
 
-def functions_of(key: str) -> Functions:
+def functions_of(key: str) -> CapturedFunctions:
     """The functions called `key`. Raises RuntimeStateError for a key that capture did not make in this process."""
     if key not in _MADE:
         raise RuntimeStateError(

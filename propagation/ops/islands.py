@@ -22,7 +22,7 @@ from ...strategy.errors import RuntimeStateError, VerifyError, shown
 from .registration import define
 
 
-class Known(Protocol):
+class IslandFacts(Protocol):
     """What the call itself needs to know of an island."""
 
     @property
@@ -37,7 +37,7 @@ class Known(Protocol):
 _KNOWN: dict[str, Any] = {}  # by key: the islands that were traced in this process
 
 
-def keep(key: str, island: Known) -> None:
+def keep(key: str, island: IslandFacts) -> None:
     """Let the island be known by its key. An equal one that is known already stays."""
     _KNOWN.setdefault(key, island)
 

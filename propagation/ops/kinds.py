@@ -34,7 +34,7 @@ class Payload(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KindRow:
     """One kind of collective.
 
     payload    which bytes of the value count
@@ -68,15 +68,17 @@ def _twice(payload: float, n: int) -> float:
     return 2 * _once(payload, n)
 
 
-COLLECTIVES: Mapping[Kind, Row] = {
-    Kind.ALL_REDUCE: Row(
+COLLECTIVES: Mapping[Kind, KindRow] = {
+    Kind.ALL_REDUCE: KindRow(
         Payload.WHOLE, _twice, lambda n: 2 * (n - 1), narrows=True, adds=True, settled=True, fusion="allreduce"
     ),
-    Kind.REDUCE_SCATTER: Row(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, adds=True, fusion="reducescatter"),
-    Kind.ALL_GATHER: Row(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, gathers=True, fusion="allgather"),
-    Kind.ALL_TO_ALL: Row(Payload.HELD, _once, lambda n: n - 1),
+    Kind.REDUCE_SCATTER: KindRow(
+        Payload.WHOLE, _once, lambda n: n - 1, narrows=True, adds=True, fusion="reducescatter"
+    ),
+    Kind.ALL_GATHER: KindRow(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, gathers=True, fusion="allgather"),
+    Kind.ALL_TO_ALL: KindRow(Payload.HELD, _once, lambda n: n - 1),
     # It sends to some ranks what all_to_all sends to all.
-    Kind.EXCHANGE: Row(Payload.SENT, lambda payload, n: payload, lambda n: 1, figures=Kind.ALL_TO_ALL),
+    Kind.EXCHANGE: KindRow(Payload.SENT, lambda payload, n: payload, lambda n: 1, figures=Kind.ALL_TO_ALL),
 }
 
 

@@ -26,17 +26,17 @@ from ..cost.conversion import ConversionTable
 from ..graph.nodes import operands, source_of
 from ..graph.port import Port
 from ..graph.queries import beside_losses
+from ..memory.keeping import seconds_again
 from ..ops.islands import island, island_of
+from ..problem.formulate import formulate
+from ..problem.problem import SearchProblem, Vertex
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
 from ..search.exact import dynamic_programming
-from ..search.formulate import formulate
-from ..search.keeping import seconds_again
-from ..search.memory import trade_offs
-from ..search.problem import SearchProblem, Vertex
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
+from ..search.within_memory import trade_offs
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
 SAME = 1e-9  # costs whose relative difference is less are the same
@@ -60,7 +60,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenAnnotation:
     """What was written in one place: the tensors and constraints that it speaks of, and what it says of them."""
 
     source: str
@@ -150,7 +150,7 @@ def has(plan: Outcome, c: Collective) -> bool:
     )
 
 
-def without_annotations(problem: SearchProblem, left_out: Iterable[Written]) -> SearchProblem:
+def without_annotations(problem: SearchProblem, left_out: Iterable[WrittenAnnotation]) -> SearchProblem:
     """`problem` as it would be had these annotations not been written. Raises StrategyError as `formulate`."""
     keys = {key for one in left_out for key in one.keys}
     allowed = {name: layouts for name, layouts in problem.allowed.items() if name not in keys}
@@ -190,14 +190,14 @@ class Alternatives:
         return best(_unlimited(self.problem))
 
     @cached_property
-    def annotations(self) -> tuple[Written, ...]:
+    def annotations(self) -> tuple[WrittenAnnotation, ...]:
         """What was written, in order. A layout that a parameter has from an earlier call is not an annotation."""
         places: dict[str, list[str]] = {}
         for name, (_, text) in self.problem.allowed.items():
             if text:
                 places.setdefault(self.written.get(name, name), []).append(name)
         return tuple(
-            Written(source, tuple(names), tuple(self.problem.allowed[name][1] for name in names))
+            WrittenAnnotation(source, tuple(names), tuple(self.problem.allowed[name][1] for name in names))
             for source, names in places.items()
         )
 
@@ -224,7 +224,7 @@ class Alternatives:
             outcome(problem, found, lower(problem, found.choice, found.keeping)) for found in trade_offs(problem, free)
         )
 
-    def dropping(self, *left_out: Written) -> Outcome | None:
+    def dropping(self, *left_out: WrittenAnnotation) -> Outcome | None:
         """The cheapest plan without some annotations; None where there is none."""
         if left_out not in self._known:
             try:
@@ -233,12 +233,12 @@ class Alternatives:
                 self._known[left_out] = None
         return self._known[left_out]
 
-    def causes(self, c: Collective) -> tuple[Written, ...]:
+    def causes(self, c: Collective) -> tuple[WrittenAnnotation, ...]:
         """The annotations any one of which `c` would be gone without. Where an optimum without the annotation costs
         what the optimum with it costs, the annotation causes nothing: the plan is optimal without it as well."""
         return tuple(one for one in self.annotations[:TRIED] if self._gone(self.dropping(one), c))
 
-    def together(self, c: Collective) -> tuple[Written, ...]:
+    def together(self, c: Collective) -> tuple[WrittenAnnotation, ...]:
         """Annotations that cause `c` together, where none does alone: without all of them it is gone, and it is there
         as soon as one of them is."""
         left = self.annotations
@@ -291,11 +291,11 @@ class Alternatives:
             return f"several annotations together, or by one beyond the first {TRIED} of {len(self.annotations)}"
         return f"{' and '.join(map(str, self.together(c)))} together"
 
-    def annotation_of(self, key: str) -> Written | None:
+    def annotation_of(self, key: str) -> WrittenAnnotation | None:
         """The annotation that speaks of the tensor or constraint `key`, if one does."""
         return next((one for one in self.annotations if key in one.keys), None)
 
-    def of_annotation(self, one: Written) -> str:
+    def of_annotation(self, one: WrittenAnnotation) -> str:
         """A line: what an annotation costs over the optimum without it."""
         plan = self.dropping(one)
         others = len(one.keys) - 1
@@ -354,7 +354,7 @@ def _listed(collectives: list[Collective]) -> str:
     return ", ".join(words) + (f" and {more} more" if more else "")
 
 
-class Span(Protocol):
+class ScheduleSpan(Protocol):
     """Something that takes time in the schedule of a program; see partway.fusion.timeline.Span."""
 
     @property
@@ -392,12 +392,12 @@ class Origin:
     def __init__(
         self,
         find: Callable[[], Alternatives] | None = None,
-        schedule: Callable[[], Sequence[Span]] | None = None,
+        schedule: Callable[[], Sequence[ScheduleSpan]] | None = None,
     ) -> None:
         self._find, self._schedule = find, schedule
 
     @cached_property
-    def schedule(self) -> Sequence[Span]:
+    def schedule(self) -> Sequence[ScheduleSpan]:
         """What the program runs when, as it is predicted; nothing where there is no program."""
         return self._schedule() if self._schedule else ()
 

@@ -16,8 +16,8 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import placement_from_code
 from ...strategy.units import human, lasting
 from ..graph.port import Role
+from ..problem.problem import AMONG
 from ..program.collective import Collective
-from ..search.problem import AMONG
 from ..search.search import SEARCHES, SearchMode
 
 _FORMAT = 1

@@ -39,7 +39,7 @@ def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives:
     subjects += [_operator_subject(plan, o, by_place.get(o.name, []), neighbours.get(o.name, "")) for o in operators]
     if not subjects:
         raise StrategyError(_not_found(text, plan))
-    asked = _Asked(known, subjects, alternatives)
+    asked = _ShownAlternatives(known, subjects, alternatives)
     lines: list[str] = []
     for subject in subjects:
         lines.append(subject.title)
@@ -127,7 +127,7 @@ def _fate(o: OperatorPlan) -> list[str]:
     return {"again": [again], "kept": [kept]}.get(o.fate, [])
 
 
-class _Asked:
+class _ShownAlternatives:
     """The alternatives that an explanation shows: of the collectives that cost most, and of the first annotations."""
 
     def __init__(self, known: Alternatives | None, subjects: list[_Subject], count: int) -> None:

@@ -76,7 +76,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """How values of some classes are data.
 
     classes   an instance of one of them has this form, unless a form before it in the table is for it too
@@ -253,34 +253,34 @@ def _read_model(reader: Reader, kind: str, text: str) -> BaseModel:
     return kinds[kind].model_validate_json(text)
 
 
-FORMS: Mapping[str, Form] = {
-    "operator": Form((OpOverload,), _write_operator, _read_operator),
-    "fake": Form((FakeTensor,), lambda writer, value: _like(value), _read_fake),
-    "constant": Form((Tensor,), _write_constant, _read_constant),
-    "graph": Form((fx.GraphModule,), _write_graph, _read_graph),
-    "port": Form(
+FORMS: Mapping[str, StoredForm] = {
+    "operator": StoredForm((OpOverload,), _write_operator, _read_operator),
+    "fake": StoredForm((FakeTensor,), lambda writer, value: _like(value), _read_fake),
+    "constant": StoredForm((Tensor,), _write_constant, _read_constant),
+    "graph": StoredForm((fx.GraphModule,), _write_graph, _read_graph),
+    "port": StoredForm(
         (Port,),
         lambda writer, value: list(writer.place_of(value)),
         lambda reader, side, place: reader.port_at(side, place),
     ),
-    "layout": Form(
+    "layout": StoredForm(
         (Layout,),
         lambda writer, value: [writer.data(value.mesh), writer.data(value.placements)],
         lambda reader, mesh, placements: layout(reader.value(mesh), reader.value(placements)),
     ),
-    "mesh": Form(
+    "mesh": StoredForm(
         (Mesh,),
         lambda writer, value: [list(value.axes), list(value.sizes)],
         lambda reader, axes, sizes: Mesh(dict(zip(axes, sizes, strict=True))),
     ),
-    "device": Form((torch.device,), lambda writer, value: [str(value)], lambda reader, text: torch.device(text)),
-    "placement": Form(
+    "device": StoredForm((torch.device,), lambda writer, value: [str(value)], lambda reader, text: torch.device(text)),
+    "placement": StoredForm(
         (Broadcast, Partial, Replicate, Shard, SliceWindow),
         lambda writer, value: [str(value)],
         lambda reader, code: placement_from_code(code),
     ),
-    "torch": Form(_OF_TORCH, lambda writer, value: [_short(value)], _read_torch),
-    "enum": Form(_ENUMS, lambda writer, value: [type(value).__name__, value.value], _read_enum),
-    "model": Form(_MODELS, lambda writer, value: [type(value).__name__, value.model_dump_json()], _read_model),
-    "getitem": Form((type(operator.getitem),), _write_getitem, lambda reader: operator.getitem),
+    "torch": StoredForm(_OF_TORCH, lambda writer, value: [_short(value)], _read_torch),
+    "enum": StoredForm(_ENUMS, lambda writer, value: [type(value).__name__, value.value], _read_enum),
+    "model": StoredForm(_MODELS, lambda writer, value: [type(value).__name__, value.model_dump_json()], _read_model),
+    "getitem": StoredForm((type(operator.getitem),), _write_getitem, lambda reader: operator.getitem),
 }

@@ -19,13 +19,13 @@ from ..graph.nodes import (
     source_of,
     value,
 )
+from ..memory.keeping import Fate
+from ..memory.timeline import Timeline
+from ..problem.problem import SearchProblem, Vertex, VertexKind
 from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option
-from ..search.keeping import Fate
-from ..search.problem import SearchProblem, Vertex, VertexKind
 from ..search.search import SearchMode
 from ..search.solution import Solution
-from ..search.timeline import Timeline
 from .alternatives import Alternatives, outcome
 from .data import Certificate, Memory, OperatorPlan, Producer, ProducerKind, TensorPlan
 from .plan import Plan

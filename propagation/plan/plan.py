@@ -14,14 +14,12 @@ from pydantic import PrivateAttr
 
 from ...strategy.errors import StrategyError
 from ...strategy.files import save
-from .alternatives import Alternatives, Origin, Span
+from ...strategy.kits import Door
+from .alternatives import Alternatives, Origin, ScheduleSpan
 from .curve import MemoryCurve
 from .data import Memory, MemoryPoint, PlanData
 from .explain import explain
 from .files import load_plan, save_plan
-from .page.document import Shown, compact, document
-from .page.facts import said
-from .page.time import timeline_sections
 from .planned_graph import planned_graph
 from .report import Report, summary, table
 
@@ -43,7 +41,9 @@ class Plan(PlanData):
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
-    def of(self, find: Callable[[], Alternatives], schedule: Callable[[], Sequence[Span]] | None = None) -> Self:
+    def of(
+        self, find: Callable[[], Alternatives], schedule: Callable[[], Sequence[ScheduleSpan]] | None = None
+    ) -> Self:
         """This plan, which now knows how to find its alternatives, and the schedule of its program."""
         self._origin = Origin(find, schedule)
         return self
@@ -126,7 +126,7 @@ class Plan(PlanData):
         path: str | PathLike[str],
         *,
         alternatives: int = 8,
-        timelines: Mapping[str, Sequence[Span]] | None = None,
+        timelines: Mapping[str, Sequence[ScheduleSpan]] | None = None,
         title: str = "",
     ) -> None:
         """Write the plan as a page: one file that a browser opens from disk, and that fetches nothing.
@@ -142,15 +142,14 @@ class Plan(PlanData):
 
         Raises StrategyError where it cannot be written, for alternatives below 0, and for what is no timeline.
         """
-        known = said(self, self._origin.alternatives if alternatives else None, alternatives)
-        sections = tuple(
-            timeline_sections({"predicted": self._origin.schedule}, {} if timelines is None else timelines)
+        save(
+            "the page",
+            path,
+            Door.PLAN_PAGE(self, self._origin, alternatives, {} if timelines is None else timelines, title),
         )
-        shown = Shown(self, known=known, sections=sections)
-        save("the page", path, document([shown], title or f"Plan on {self.mesh}"))
 
     def _repr_html_(self) -> str:
-        return compact(self)
+        return str(Door.PLAN_CELL(self))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:

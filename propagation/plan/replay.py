@@ -23,11 +23,12 @@ from ..graph.graph import Graph
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
 from ..graph.queries import constant_nodes
+from ..minsum.network import among
+from ..problem.numbers import restricted
+from ..problem.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.exact import dynamic_programming
-from ..search.memory import with_fates
-from ..search.network import among, restricted
-from ..search.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.solution import Solution
+from ..search.within_memory import with_fates
 from .data import OperatorPlan, PlanData, TensorPlan
 
 Identity = tuple[str, str, str]  # operator, what it gives, module

@@ -1,4 +1,4 @@
-"""A plan as a table, and its totals in three lines."""
+"""A plan as a table, its totals in three lines, and all that it says as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...strategy.errors import StrategyError, shown
 from ...strategy.placement import Kind
 from ...strategy.units import human, lasting
 from ..program.collective import PHASES, Collective
-from .data import PlanData
+from .data import PlanData, TensorPlan
 
 _WIDEST = 10**6
 
@@ -105,6 +105,48 @@ def summary(plan: PlanData) -> Report:
         f"on one device: {plan.memory}{'' if limit is None else f'; memory_limit {human(limit)}'}\n"
         f"search: {plan.certificate}"
     )
+
+
+def text(plan: PlanData) -> str:
+    """All that a plan says, a line for each tensor, operator and collective; the first line has its totals."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: PlanData) -> Iterator[str]:
+    yield f"a step is predicted to take {lasting(plan.predicted_time)}, one rank sends {human(plan.wire_bytes)}"
+    yield f"mesh {plan.mesh}"
+    yield f"on one device: {plan.memory}"
+    yield f"search: {plan.certificate}"
+    at = plan.collectives_by_place()
+    for tensor in plan.inputs:
+        yield _tensor(plan, tensor)
+    before = ""
+    for o in plan.operators:
+        if (where := ": ".join(filter(None, (o.module, o.source)))) != before:
+            yield f"# {where}".rstrip()
+        before = where
+        read = ", ".join(producer.tensor for producer in o.producers or ())
+        yield f"{o.name}: {o.result} = {o.operator}({read})"
+        split = " ".join(f"{axis}:{factor}" for axis, factor in zip(plan.axes, o.factors, strict=True) if factor)
+        operands, results = (
+            ", ".join(str(plan.layout_of(codes)) for codes in side) for side in (o.operands, o.results)
+        )
+        annotation = f", annotated {o.annotation}" if o.annotation else ""
+        yield f"    # splits {split or 'nothing'}: {operands} -> {results}; {lasting(o.seconds)}{annotation}"
+        yield from map(_collective, at.get(o.name, ()))
+    for tensor in plan.outputs:
+        yield _tensor(plan, tensor)
+        yield from map(_collective, at.get(f"output {tensor.name}", ()))
+
+
+def _tensor(plan: PlanData, tensor: TensorPlan) -> str:
+    annotation = f"    # annotated {tensor.annotation}" if tensor.annotation else ""
+    layout = plan.layout_of(tensor.codes)
+    return f"{tensor.role.value} {tensor.name}: {tensor.dtype}{list(tensor.shape)} {layout}{annotation}"
+
+
+def _collective(c: Collective) -> str:
+    return f"    # {c.phase} {c.kind} over {','.join(c.axes)} of {c.tensor}: {c.cost}"
 
 
 def _costs(collectives: list[Collective], seconds: float) -> tuple[str, str, str]:

@@ -15,8 +15,9 @@ from torch import fx
 
 from ..graph.graph import Text
 from ..graph.port import Role
+from ..graph.printer import text_of
 from ..ops.collectives import convert, kind_of
-from .local_program import program_lines
+from .local_program import causes
 from .step import Step, is_port, returned_by
 
 _add = torch.ops.aten.add.Tensor
@@ -39,8 +40,11 @@ class Accumulation:
     rest: Step
 
     def __str__(self) -> str:
-        graphs = [step.backward.graph for step in (self.early, self.last, self.rest) if step.backward]
-        return "\n".join(line for graph in graphs for line in program_lines(graph))
+        program = self.rest.program
+        waiting = [f"gradient of {program.inputs[i].port.name}" for i in self.inputs]
+        rest = text_of(self.rest.backward.graph, (), waiting, causes(program.conversions, {}))  # type: ignore[union-attr]
+        texts = {"early": self.early.backward_text({}), "last": self.last.backward_text({}), "rest": rest}
+        return "\n\n".join(f"{name}\n{text}" for name, text in texts.items())
 
 
 def accumulation(step: Step) -> Accumulation | None:

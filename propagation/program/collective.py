@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind
+from ...strategy.units import human, lasting
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from .local_program import Conversion, LocalProgram
@@ -39,6 +40,11 @@ class Collective:
     predicted_time: float
     tag: int
     members: tuple[str, ...] = ()
+
+    @property
+    def cost(self) -> str:
+        """What each rank sends, and how long it is predicted to take."""
+        return f"{self.group_size} ranks send {human(self.wire_bytes)} each, {lasting(self.predicted_time)}"
 
     def __str__(self) -> str:
         return (

@@ -5,8 +5,10 @@ The text is the same on every rank; a conversion knows its rank only when it run
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -16,10 +18,12 @@ from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Placement, kind
 from ..cost.conversion import step_kind
-from ..graph.nodes import operator_name
 from ..graph.port import Port
-from ..ops.collectives import convert
+from ..graph.printer import Notes, named, text_of
+from ..ops.collectives import convert, convert_group, kind_of
 from ..ops.kinds import payload_of_whole
+
+_NAMED = 4  # tensors of a group that are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,13 @@ class PlacedPort:
         """The shape of a rank's part, the same on every rank."""
         return self.layout.local_shape(self.shape)
 
+    @property
+    def part(self) -> str:
+        """What a rank has of it: its shape, that of the whole, and the layout."""
+        return f"{list(self.local_shape)} of {list(self.shape)} {self.layout}"
+
     def __str__(self) -> str:
-        return f"{self.port.role.value} {self.port.name} {list(self.local_shape)} of {list(self.shape)} {self.layout}"
+        return f"{self.port.role.value} {self.port.name} {self.part}"
 
 
 @dataclass(frozen=True)
@@ -97,25 +106,37 @@ class LocalProgram:
     cost: float
 
     def __str__(self) -> str:
-        return "\n".join(program_lines(self.module.graph, self.inputs))
+        return self.text(self.module.graph, [p.port.name for p in self.outputs])
+
+    def text(
+        self, graph: fx.Graph, returns: Sequence[str] = (), costs: Mapping[fx.Node, str] = MappingProxyType({})
+    ) -> str:
+        """A graph with the program's inputs as text, and why its collectives are there; `costs`: what they cost."""
+        parts = dict(zip(graph.find_nodes(op="placeholder"), self.inputs, strict=False))
+
+        def notes(node: fx.Node) -> Iterator[str]:
+            if node in parts:
+                yield parts[node].part
+            yield from causes(self.conversions, costs)(node)
+
+        return text_of(graph, named(placed.port for placed in self.inputs), returns, notes)
 
 
-def program_lines(graph: fx.Graph, inputs: tuple[PlacedPort, ...] = ()) -> list[str]:
-    """A graph of local operators and conversions as text, one line a node; `inputs`: what its first ones are."""
-    lines = []
-    known = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            placed = next(known, None)
-            lines.append(f"input {node.name}" + (f": {placed}" if placed else ""))
-        elif node.op == "output":
-            lines.append(f"return {', '.join(map(str, node.args[0]))}")
-        elif node.target is convert:
-            x, source, target, axes, size, _ = node.args
-            lines.append(f"{node.name} = {source} -> {target} over {','.join(axes)} of {size}: {x}")
-        else:
-            lines.append(f"{node.name} = {operator_name(node)}{tuple(node.args)}".replace("'", ""))
-    return lines
+def causes(conversions: Sequence[Conversion], costs: Mapping[fx.Node, str]) -> Notes:
+    """What is said of the collectives of a graph: what they cost, where that is known, and why they are there."""
+
+    def notes(node: fx.Node) -> Iterator[str]:
+        if node in costs:
+            yield costs[node]
+        if node.target is convert_group:
+            tensors = [conversions[tag].tensor for tag in node.args[5]]  # type: ignore[index, union-attr]
+            more = f" and {len(tensors) - _NAMED} more" if len(tensors) > _NAMED else ""
+            yield f"of {', '.join(tensors[:_NAMED])}{more}"
+        elif node.target is convert and kind_of(str(node.args[1]), str(node.args[2])).communicates:
+            c = conversions[node.args[5]]  # type: ignore[index]
+            yield f"of {c.tensor}: {c.producer} meets {c.consumer}"
+
+    return notes
 
 
 def verify_program(program: LocalProgram) -> LocalProgram:

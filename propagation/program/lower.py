@@ -39,13 +39,13 @@ from ..graph.origins import compute_again, inherit, note_operator
 from ..graph.port import Port, Role
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
-from ..islands.writing import Converted, written
+from ..islands.writing import IslandConversion, written
+from ..memory.keeping import Fate, Keeping
 from ..ops.collectives import constrain, convert
 from ..ops.islands import island, island_of
+from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
-from ..search.keeping import Fate, Keeping
-from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
 
 _slice = torch.ops.aten.slice.Tensor
@@ -189,7 +189,9 @@ class _Lowering:
         returned: Any = text.graph.output_node().args[0]
         return tuple(env[part] for part in returned)
 
-    def _conversion_inside(self, c: Converted, its: Island, call: fx.Node, gradient: bool, consumer: str) -> Conversion:
+    def _conversion_inside(
+        self, c: IslandConversion, its: Island, call: fx.Node, gradient: bool, consumer: str
+    ) -> Conversion:
         """A conversion of an island, as one of the program."""
         at = c.at if c.at is not None else c.of.node
         name = next((port.name for port in its.graph.inputs if port.node is c.of.node), c.of.node.name)

@@ -2,7 +2,7 @@
 
 `recompute` is the mechanism; three functions say what is worth it:
 
-    planned            what the plan says: search/keeping.py
+    planned            what the plan says: memory/keeping.py
     checkpointed       what torch.utils.checkpoint was called for: activations
     within_others      slices of which a window, or the whole, is kept too: they are a part of it
 """

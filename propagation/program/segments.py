@@ -125,18 +125,18 @@ def _units(graph: fx.Graph) -> list[_Unit]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _CallShape:
     """A call apart from what it is called with: its operands in order, a repeated one repeated, and all the rest."""
 
     operands: tuple[fx.Node, ...]
     text: Hashable
 
 
-def _call(node: fx.Node) -> _Call:
+def _call(node: fx.Node) -> _CallShape:
     operands: list[fx.Node] = []
     args = node.args[:-1] if node.target is convert else node.args  # the tag is the conversion's own
     text = (node.target, _text(args, operands), _text(node.kwargs, operands))
-    return _Call(tuple(operands), text)
+    return _CallShape(tuple(operands), text)
 
 
 def _text(argument: Any, operands: list[fx.Node]) -> Hashable:
@@ -154,7 +154,7 @@ def _text(argument: Any, operands: list[fx.Node]) -> Hashable:
 
 
 def _described(
-    calls: Mapping[fx.Node, _Call], inputs: Mapping[fx.Node, Like]
+    calls: Mapping[fx.Node, _CallShape], inputs: Mapping[fx.Node, Like]
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, Result]]:
     """For each call its token, and for each node what its result is like."""
     tokens: dict[fx.Node, int] = {}
@@ -190,7 +190,9 @@ class _Run:
     numbered: bool
 
 
-def _apart(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], results: Mapping[fx.Node, Result]) -> Iterator[_Run]:
+def _apart(
+    units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], results: Mapping[fx.Node, Result]
+) -> Iterator[_Run]:
     """The units in runs of numbered ones and of others. The others keep their order, and all numbered ones come that
     can where one of the others waits for one. They are views, or put what is there into something that is there."""
     numbered = _numbered(units, calls, results)
@@ -222,7 +224,9 @@ def _apart(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], results: Mapp
             yield _Run([units[i] for i in run], numbered=True)
 
 
-def _numbered(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], results: Mapping[fx.Node, Result]) -> set[int]:
+def _numbered(
+    units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], results: Mapping[fx.Node, Result]
+) -> set[int]:
     """The units, by place, that differ from many others by an integer alone."""
     series: dict[Hashable, dict[Hashable, list[int]]] = {}
     for i, (node, *rest) in enumerate(units):
@@ -240,7 +244,9 @@ def _without_numbers(text: Hashable) -> Hashable:
     return text
 
 
-def _stretches(runs: Iterable[_Run], calls: Mapping[fx.Node, _Call], lengths: tuple[int, int]) -> Iterator[list[_Unit]]:
+def _stretches(
+    runs: Iterable[_Run], calls: Mapping[fx.Node, _CallShape], lengths: tuple[int, int]
+) -> Iterator[list[_Unit]]:
     """Where pieces start and end: runs of numbered units whole, the others cut; `lengths`: the shortest and longest."""
     for run in runs:
         starts = [0] if run.numbered else _cuts(_crossing(run.units, calls, lengths[1]), *lengths)
@@ -248,7 +254,7 @@ def _stretches(runs: Iterable[_Run], calls: Mapping[fx.Node, _Call], lengths: tu
             yield run.units[start:stop]
 
 
-def _crossing(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], longest: int) -> list[int]:
+def _crossing(units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], longest: int) -> list[int]:
     """For each unit how many values are made before it and read by it or after it, those aside that cross more than
     a piece: what many layers read does not mark the end of one."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
@@ -275,7 +281,7 @@ def _cuts(crossing: Sequence[int], shortest: int, longest: int) -> list[int]:
 
 def _piece(
     nodes: Sequence[fx.Node],
-    calls: Mapping[fx.Node, _Call],
+    calls: Mapping[fx.Node, _CallShape],
     token: Mapping[fx.Node, int],
     results: Mapping[fx.Node, Result],
 ) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import fx
 
 from ..graph.graph import Text
 from ..graph.port import Role
-from .local_program import LocalProgram
+from ..graph.printer import text_of
+from .local_program import LocalProgram, causes
 
 _aten = torch.ops.aten
 _TRANSPOSES = {_aten.t.default, _aten.transpose.int}
@@ -35,6 +37,32 @@ class Step:
     backward: fx.GraphModule | None
     wanted: tuple[bool, ...]
     needed: tuple[bool, ...]
+
+    @property
+    def gradients(self) -> list[str]:
+        """What the results of the backward are called."""
+        return [
+            f"gradient of {p.port.name}" for p, needs in zip(self.program.inputs, self.needed, strict=True) if needs
+        ]
+
+    def __str__(self) -> str:
+        return self.text({})
+
+    def text(self, costs: Mapping[fx.Node, str]) -> str:
+        """Both graphs as text; `costs`: what is said of collectives."""
+        outputs = [placed.port.name for placed in self.program.outputs]
+        lines = ["forward", self.program.text(self.forward.graph, outputs, costs)]
+        return "\n".join([*lines, *(["", "backward", self.backward_text(costs)] if self.backward else [])])
+
+    def backward_text(self, costs: Mapping[fx.Node, str]) -> str:
+        """The backward, which there is, as text."""
+        assert self.backward is not None
+        forward, outputs = self.forward.graph, self.program.outputs
+        ports = dict(zip(forward.find_nodes(op="placeholder"), self.program.inputs, strict=True))
+        saved = returned_by(forward)[len(outputs) :]
+        given = [("saved", ports[node].port.name if node in ports else node.name) for node in saved]
+        given += [(f"gradient of {p.port.name}", "") for p, wanted in zip(outputs, self.wanted, strict=True) if wanted]
+        return text_of(self.backward.graph, given, self.gradients, causes(self.program.conversions, costs))
 
 
 def calls_of(graph: fx.Graph) -> list[fx.Node]:

@@ -1,21 +1,12 @@
-"""Which strategy every operator takes: from a graph with annotations to the choice that costs least.
+"""Which strategy every operator takes: the one that costs least, with a bound on what every plan costs.
 
-In: a `Graph`, the layouts that annotations allow, and `Settings` (mesh, device profile, weights of the objective,
-options). Out: a `Solution`, one option for every vertex of the `SearchProblem`, with a bound on every plan's cost.
+In: a `SearchProblem` (room `problem`). Out: a `Solution`, one option for every vertex. The objective stands as
+formulas, each with the function that computes it, in docs/design/planning.md, "The objective".
 
-formulate.py         a graph becomes a problem: vertices, their options, edges; operator_options.py: the options of an
-                     operator and what each costs; weights_read.py: which weights the backward reads
-problem.py           the problem as data, and what it costs to convert each of its tensors
-network.py           the problem as numbers
-search.py            the entry `search`, and the table of search modes, a row each (propagate.py, recursive.py, ...)
-exact.py             the exact search: narrow.py leaves out what no optimal plan takes, eliminate.py does the rest;
-                     many.py: where costs are too many to be written out
-solve.py             the entry `solve` for any problem of costs by vertex and by pair of vertices: reduce.py makes it
-                     smaller, messages.py bounds it, forests.py finds plans to start from, branch.py divides what is too
-                     much to eliminate, resources.py prices what is limited
-needs.py             what the backward reads; stretches.py: where the graph is cut for what is computed again
-keeping.py           options with what is kept, computed again or let go; timeline.py: what a device then holds
-memory.py            the exact search under a memory limit
-progress.py          how far a search under way has come, for who listens
-solution.py          what a search returns, and the check of it
+search.py           the entry `search`, and the table of search modes, a row each
+exact.py            dynamic_programming, by `minsum`, whose bound stands beside the plan of every mode
+propagate.py        sharding_propagation: from the annotations to their neighbours
+recursive.py        recursive_programming: one mesh axis after another
+within_memory.py    the search under a memory limit: strategies and fates (room `memory`) together
+solution.py         what a search returns, and the check of it
 """

@@ -1,29 +1,25 @@
-"""The exact search: elimination, once options that no optimal plan takes are left out where there are many.
+"""dynamic_programming: the exact search, whose bound stands beside the plan of every mode.
 
-Where all costs may be written out they go to `optimum`, which eliminates, narrowing first where elimination would be
-much work, and dividing (solve.py) where it still is too much: so many nodes, and not so many seconds, as all processes
-have to come to the same plan. Where they are too many to write out, options are left out before (many.py).
+Three operators with two options each have three columns and two tables of 2 x 2, which are written out: 4 is proven by
+elimination. On four axes a table has a million entries and more, which are not.
+
+Where all costs may be written out they go to `optimum`, which eliminates. Where they are too many, options are left out
+before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
-from ...strategy.errors import StrategyError
-from .eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order
-from .many import optimum_of_many
-from .narrow import Narrowing, narrow
-from .network import Costs, Matrix, are_few, costs_of, is_written_out, network, network_of
-from .problem import SearchProblem
-from .propagate import revisit
+from ..minsum.eliminate import TABLE_LIMIT
+from ..minsum.found import Found
+from ..minsum.many import optimum_of_many
+from ..minsum.network import Costs
+from ..minsum.optimum import optimum
+from ..problem.numbers import are_few, costs_of, is_written_out, network_of
+from ..problem.problem import SearchProblem
 from .recursive import recursive_programming
-from .solution import Solution
-from .solve import least
-
-SMALLER = 2.0**26  # sums that a step looks at where larger tables are too much work
-NODES = 4  # of branch and bound, where elimination is too much
+from .solution import Solution, solution_of
 
 
 def dynamic_programming(
@@ -31,83 +27,14 @@ def dynamic_programming(
 ) -> Solution:
     """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be.
     `below`: as for `search`."""
+
+    def start() -> tuple[int, ...]:
+        return recursive_programming(problem).choice
+
     if is_written_out(problem):
-        return optimum(costs_of(problem), table_limit, lambda: recursive_programming(problem).choice, below)
-    return optimum_of_many(
-        network_of(problem),
-        lambda: recursive_programming(problem).choice,
-        below,
-        are_few,
-        lambda costs, start: optimum(costs, table_limit, lambda: start),
-    )
+        return solution_of(optimum(costs_of(problem), table_limit, start, below))
 
+    def of_few(costs: Costs, known: tuple[int, ...]) -> Found:
+        return optimum(costs, table_limit, lambda: known)
 
-def optimum(
-    costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...]], below: float = math.inf
-) -> Solution:
-    """As `eliminate`; where that would be much work, what no optimal plan takes is left out first. `start`: a plan."""
-    order = elimination_order(costs, table_limit)
-    if order.quick:
-        return eliminate_in(costs, order)
-    smaller = elimination_order(costs, SMALLER)  # whose plan may not be the best, but often is, and proves it
-    if smaller.quick:
-        found = eliminate_in(costs, smaller)
-        if found.proven:
-            return found
-        first = found.choice if math.isfinite(found.cost) else start()
-    else:
-        first = start()
-    written = network(costs)
-    known = revisit(written, Solution(first, costs.of(first), -math.inf, 1))
-    if math.isinf(known.cost):
-        return _without_start(costs, order, known)
-    capped = written.at_most(2 * known.cost)
-    rest = narrow(capped, min(known.cost, below), lambda narrowing: elimination_order(_costs_left(narrowing)).quick)
-    if rest.bound >= below:
-        return replace(known, bound=rest.bound)
-    known = _cheaper(known, rest)
-    costs_left = _costs_left(rest)
-    order = elimination_order(costs_left, table_limit)
-    if order.too_much and math.isfinite(below):
-        return replace(known, bound=rest.bound)
-    best = eliminate_in(costs_left, affordable(costs_left, order))
-    if order.too_much:
-        best = _by_branches(costs_left, best)
-    choice = rest.original(best.choice)
-    revisited = revisit(written, replace(best, choice=choice, cost=costs.of(choice)))
-    return _better(replace(revisited, bound=best.bound, width=best.width), known, rest)
-
-
-def _without_start(costs: Costs, order: EliminationOrder, known: Solution) -> Solution:
-    """The best choice where the one that is known is infinite; where all are, one of them with an infinite bound."""
-    if not order.too_much:
-        return eliminate_in(costs, order)
-    return _by_branches(costs, replace(known, bound=-math.inf, width=order.width))
-
-
-def _by_branches(costs: Costs, known: Solution) -> Solution:
-    """A better choice and bound than what is known, by reductions and some nodes of branch and bound."""
-    try:
-        found = least(costs, nodes=NODES, known=known.choice)
-    except StrategyError:
-        return known
-    cheaper = replace(known, choice=found.choice, cost=found.cost) if found.cost < known.cost else known
-    return replace(cheaper, bound=min(cheaper.cost, max(known.bound, found.bound)))
-
-
-def _costs_left(rest: Narrowing) -> Costs:
-    """The costs of the options that are left."""
-    return Costs(tuple(rest.unary), {e.ends: e.costs.costs for e in rest.edges if isinstance(e.costs, Matrix)})
-
-
-def _cheaper(known: Solution, rest: Narrowing) -> Solution:
-    """The plan that was known, or a cheaper one that narrowing came across."""
-    return known if rest.best is None else replace(known, choice=rest.best, cost=rest.upper)
-
-
-def _better(best: Solution, known: Solution, rest: Narrowing) -> Solution:
-    """The cheaper of the best plan among the options that are left, with its bound, and the plan that was known, with
-    a bound for all plans: one with another option costs at least `rest.upper`."""
-    proven = max(rest.bound, min(best.bound, rest.upper))
-    cheaper = min(best, known, key=lambda solution: solution.cost)
-    return replace(cheaper, bound=min(cheaper.cost, proven), width=best.width)
+    return solution_of(optimum_of_many(network_of(problem), start, below, are_few, of_few))

@@ -1,4 +1,9 @@
-"""recursive_programming: one mesh axis after another, each solved exactly given the axes before it."""
+"""recursive_programming: one mesh axis after another, each solved exactly given the axes before it.
+
+Three operators on a mesh of 2 x 2, each with rows split or whole on either axis, four options: first the two that leave
+the second axis whole are looked at. If rows split on the first axis is cheapest for all three, the two that split rows
+there are looked at next: rows split or whole on the second.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..cost.conversion import Codes, tie
-from .eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from .network import costs_of, restricted
-from .problem import SearchProblem
+from ..minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
+from ..problem.numbers import costs_of, restricted
+from ..problem.problem import SearchProblem
 from .solution import Solution
 
 

@@ -1,5 +1,8 @@
 """The one entry: `search`, and the table of search modes.
 
+Of the three operators of `minsum`'s page, from the first one: dynamic_programming finds 0, 0, 0 for 4 and proves it;
+sharding_propagation propagates to 1, 1, 0 for 6 and revisits to 0, 0, 0. Beside both stands the bound 4.
+
 A mode is a row of `SEARCHES`. Under every mode the exact search runs too, since its bound stands beside the plan.
 """
 
@@ -12,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from ...strategy.choice import Choice
 from ...strategy.errors import StrategyError, VerifyError
+from ..problem.problem import SearchProblem
 from .exact import dynamic_programming
-from .memory import has_room, with_fates, within_memory
-from .problem import SearchProblem
 from .propagate import sharding_propagation
 from .recursive import recursive_programming
 from .solution import Solution
+from .within_memory import has_room, with_fates, within_memory
 
 
 class SearchMode(Choice):

@@ -1,4 +1,8 @@
-"""What a search returns."""
+"""What a search returns.
+
+Of three operators with the options 0, 0, 0 at a cost of 4 and a bound of 4 it is `Solution((0, 0, 0), 4, 4)`, proven;
+`verify_solution` adds 4 up again, from the options' costs and those of conversions.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import math
 from dataclasses import dataclass, field
 
 from ...strategy.errors import VerifyError
-from .keeping import Keeping, cost_with_fates
-from .problem import SearchProblem
-from .timeline import Timeline
+from ..memory.keeping import Keeping, cost_with_fates
+from ..memory.timeline import Timeline
+from ..minsum.found import Found
+from ..problem.problem import SearchProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +26,9 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Solution:
-    """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
+class Solution(Found):
+    """One option per vertex, with its cost and a bound on that of every plan, and what the search says beside.
 
-    width      the most vertices that one table of the search joined
     attained   a plan that costs the bound is known
     replayed   the options are those of a plan that was given: nothing was searched
     of_other_sizes   that plan was made by a search, for tensors of other sizes
@@ -34,10 +38,6 @@ class Solution:
     ends       when its step ends, where the search has asked
     """
 
-    choice: tuple[int, ...]
-    cost: float
-    bound: float
-    width: int
     attained: bool = False
     replayed: bool = False
     of_other_sizes: bool = False
@@ -46,10 +46,13 @@ class Solution:
     binding: bool = False
     ends: Ends | None = None
 
-    @property
-    def proven(self) -> bool:
-        """Whether the plan is the optimum."""
-        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
+    def __str__(self) -> str:
+        return f"the cheapest plan costs {self.cost:.6g}, and none costs less than {self.bound:.6g}"
+
+
+def solution_of(found: Found) -> Solution:
+    """What was found of a problem's numbers, as a solution of the problem."""
+    return Solution(found.choice, found.cost, found.bound, found.width)
 
 
 def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:

@@ -101,7 +101,9 @@ def _read(identity: Identity) -> tuple[Any, x509.Certificate, list[x509.Certific
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, pkcs12
     except ImportError:
-        raise RuntimeStateError("certificates are read by cryptography; run: pip install 'partway[ssl]'") from None
+        raise RuntimeStateError(
+            "certificates are read by cryptography; run: pip install '.[ssl]' in Partway's checkout"
+        ) from None
     data, password = _bytes(identity.name, identity.file, alone=True), identity.password.encode() or None
     try:
         if identity.file.suffix.lower() in _PKCS12:

@@ -75,7 +75,7 @@ class _HungUp(EOFError):
 
 
 @dataclass(frozen=True)
-class Guard:
+class DoorGuard:
     """What lets a process in: a secret, TLS with certificates, or both. Its parts are not for people to read."""
 
     secret: bytes = field(default=b"", repr=False)
@@ -195,7 +195,7 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def store_behind(listener: socket.socket, own: Guard | None) -> Any:
+def store_behind(listener: socket.socket, own: DoorGuard | None) -> Any:
     """A store that who comes to `listener` reaches, which is bound and listens: all, or who passes the door."""
     host, port = listener.getsockname()[:2]
     if own is None:
@@ -207,7 +207,7 @@ def store_behind(listener: socket.socket, own: Guard | None) -> Any:
     return store_behind(inner, None)
 
 
-def way_to(host: str, port: int, own: Guard | None, patience: float, keeper: str) -> tuple[str, int]:
+def way_to(host: str, port: int, own: DoorGuard | None, patience: float, keeper: str) -> tuple[str, int]:
     """The address by which this process reaches the store of `keeper` that listens at `host`: that itself, or one of
     its own loopback from where a passage leads through the door.
 
@@ -273,7 +273,7 @@ def _described(error: OSError | EOFError, patience: float) -> str:
     return str(error) if isinstance(error, OSError) else "it hangs up on those who come"
 
 
-async def _knock(host: str, port: int, own: Guard | None) -> None:
+async def _knock(host: str, port: int, own: DoorGuard | None) -> None:
     """Ask who listens, in a way that a store answers with four bytes, and a door with its greeting. Raises Refused
     where one of both is there and the other is expected."""
     peer = await Peer.reach(host, port)
@@ -289,7 +289,7 @@ async def _knock(host: str, port: int, own: Guard | None) -> None:
         peer.close()
 
 
-async def _passed(host: str, port: int, own: Guard) -> Peer:
+async def _passed(host: str, port: int, own: DoorGuard) -> Peer:
     """A connection that has passed the door."""
     peer = await Peer.reach(host, port)
     try:
@@ -430,7 +430,7 @@ class _Listens:
 class _Door(_Listens):
     """Before the store at `inner`."""
 
-    def __init__(self, listener: socket.socket, inner: tuple[str, int], own: Guard) -> None:
+    def __init__(self, listener: socket.socket, inner: tuple[str, int], own: DoorGuard) -> None:
         self._inner, self._guard = inner, own
         self._pending: dict[asyncio.Task[Any], str] = {}  # those that have not passed yet, and from which address
         super().__init__(listener)
@@ -459,7 +459,7 @@ class _Door(_Listens):
 class _Passage(_Listens):
     """From a port of this host's loopback through the door at `host`, as long as it takes to pass that."""
 
-    def __init__(self, host: str, port: int, own: Guard, patience: float) -> None:
+    def __init__(self, host: str, port: int, own: DoorGuard, patience: float) -> None:
         self.leads = host, port, own, patience
         listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()

@@ -133,7 +133,7 @@ def keep(found: Launch) -> None:
     with _until_asked_to_end():
         try:
             scheduler.run()
-        except _Asked as asked:
+        except _EndSignal as asked:
             again = recovers() and asked.number != signal.SIGINT
             scheduler.tell(Over(f"the scheduler was asked to end by {asked}", again))
             if not scheduler.ends_well():
@@ -322,7 +322,7 @@ class _Scheduler:
         return Over(why, self._recovers, failed, status)
 
 
-class _Asked(BaseException):
+class _EndSignal(BaseException):
     """The signal that asks the scheduler to end."""
 
     def __init__(self, number: int) -> None:
@@ -338,7 +338,7 @@ def _until_asked_to_end() -> Iterator[None]:
         return
 
     def asked(number: int, frame: FrameType | None) -> None:
-        raise _Asked(number)
+        raise _EndSignal(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}

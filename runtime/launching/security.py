@@ -29,7 +29,7 @@ from ..doing import first_line, named
 from ..torch_internals import GLOO_TLS
 from . import interfaces
 from .certificates import Certificates, Contexts, pem_of
-from .door import Guard, secret
+from .door import DoorGuard, secret
 from .launchers import Launch
 
 _log = logging.getLogger("partway.security")
@@ -86,11 +86,11 @@ def wanted() -> Wanted | None:
     return _WANTED[0] if _WANTED else None
 
 
-def guard() -> Guard | None:
+def guard() -> DoorGuard | None:
     """Who is let in to the store in which the ranks meet; None: all. Raises RuntimeStateError for a wrong secret."""
     contexts = _WANTED[0].contexts if _WANTED else None
     known = secret()
-    return Guard(known, contexts) if known or contexts is not None else None
+    return DoorGuard(known, contexts) if known or contexts is not None else None
 
 
 def prepare(found: Launch, backend: str) -> Way | None:

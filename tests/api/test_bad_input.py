@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from bend import bend
 from torch import Tensor, nn
 from torch.distributed import tensor as dt
 from torch.distributed.device_mesh import DeviceMesh
@@ -787,7 +788,7 @@ CAPTURE = [
     ),
     Wrong(
         "operator_without_a_rule",
-        function(torch.ops.partway_tests.bend, X),
+        function(bend, X),
         (
             "partway_tests.bend.default",
             "float32[8, 8]",

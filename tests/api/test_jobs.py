@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import partway as pw
 from partway.cli import app
-from partway.jobs import Job, commands, run, simulate
+from partway.jobs import LocalJob, commands, run, simulate
 from partway.strategy import RuntimeStateError
 
 SCRIPT = """
@@ -125,14 +125,14 @@ def test_the_launcher_has_the_logs_of_ranks_and_the_status_of_the_first_that_fai
         monkeypatch.setenv(name, "1")  # the launcher sets them for its processes
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint('rank ' + os.environ['RANK'] + sys.argv[1])\nsys.exit(3)")
-    assert run(Job(script, ("!",), workers=1, logs=tmp_path / "logs")) == 3
+    assert run(LocalJob(script, ("!",), workers=1, logs=tmp_path / "logs")) == 3
     said = capfd.readouterr()
     assert said.out == "[rank 0] rank 0!\n"
     assert f"partway run: rank 0 failed first, with exit status 3 ({tmp_path}/logs/" in said.err
     [log] = (tmp_path / "logs").glob("*/rank.0/stdout")
     assert log.read_text(encoding="utf-8") == "rank 0!\n"
     script.write_text("import os, sys\nsys.stdout.write(os.environ['PARTWAY_SIMULATE'])\nsys.exit(4)")
-    assert simulate(Job(script), 8) == 4
+    assert simulate(LocalJob(script), 8) == 4
     assert capfd.readouterr().out == "8"
 
 
@@ -144,7 +144,7 @@ def test_a_number_of_virtual_devices_is_a_number(wrong: str, monkeypatch: pytest
 
 
 def test_what_to_start_on_each_host() -> None:
-    said = commands(Job(Path("train.py"), ("--lr", "1"), workers=4, restarts=2), ["a", "b"])
+    said = commands(LocalJob(Path("train.py"), ("--lr", "1"), workers=4, restarts=2), ["a", "b"])
     expected = "partway run --workers 4 --nodes 2 --meet a:29400 --restarts 2 train.py --lr 1"
     assert said == f"start this on each of a, b:\n\n    {expected}"
     shown = CliRunner().invoke(app, ["run", "--hosts", "a, b", "--workers", "4", "train.py", "--lr", "1"])
@@ -163,7 +163,7 @@ def test_what_to_start_on_each_host() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_run_says_so(options: dict[str, Any], text: str, script: Path) -> None:
     with pytest.raises(RuntimeStateError, match=text):
-        Job(**({"script": script} | options)).check()
+        LocalJob(**({"script": script} | options)).check()
 
 
 def test_the_command_says_so_too(script: Path) -> None:

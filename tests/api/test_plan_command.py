@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import partway as pw
 from partway.cli import app
-from partway.plan_command import Asked, planned
+from partway.plan_command import CommandLine, planned
 
 MADE = """
 import torch
@@ -93,7 +93,9 @@ def test_a_function_a_class_and_a_model_are_planned(name: str, inputs: tuple[str
 
 def test_a_file_is_planned_on_the_cheapest_mesh_for_a_number_of_devices_and_without_a_backward() -> None:
     plan = planned(
-        Asked("planned_here.py:one", devices=4, profile="a100", search_mode="sharding_propagation", inference=True)
+        CommandLine(
+            "planned_here.py:one", devices=4, profile="a100", search_mode="sharding_propagation", inference=True
+        )
     )
     assert plan.mesh.device_num == 4
     assert plan.memory is not None
@@ -101,7 +103,7 @@ def test_a_file_is_planned_on_the_cheapest_mesh_for_a_number_of_devices_and_with
 
 
 def test_arguments_may_be_split_by_name() -> None:
-    plan = planned(Asked("planned_here:build", "dp=2", in_strategy=("y=dp,None",), out_strategy=("()",)))
+    plan = planned(CommandLine("planned_here:build", "dp=2", in_strategy=("y=dp,None",), out_strategy=("()",)))
     assert next(tensor for tensor in plan.inputs if tensor.name == "y").codes == ("S0",)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway import auto_parallel_context, reset_auto_parallel_context, set_auto_parallel_context
-from partway import planning as plans
 from partway.attached import engine_of
+from partway.compiler import planning_lock as plans
+from partway.compiler.planning_lock import planning
 from partway.context import current, current_algo
-from partway.planning import planning
 
 
 class Net(nn.Module):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from sources import sources
+from sources import STAGES, sources
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "mutations.md"
@@ -223,22 +223,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         (
             "a rank whose process is gone is not waited for",
             "not is_alive(int(process))", "False",
-            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
             "a meeting ends where rank 0, who is to say how it went, has ended",
             "(left > 0 and not self._has_ended(0))", "left > 0",
-            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
             "a wait ends where it is for a rank that has ended",
             "if any(doing.mark == ENDED for doing in last.values()):", "if False:",
-            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
             "a wait within PyTorch ends where a rank has ended",
             "[rank for rank in self._others() if self._has_ended(rank)]", "[]",
-            "ecosystem/test_killed_ranks.py::test_a_rank_that_ends_while_the_ranks_connect_is_named_before_the_timeout",
+            "kits/checkpoints/test_killed_ranks.py::test_a_rank_that_ends_while_the_ranks_connect_is_named_before_the_timeout",
         ),
         (
             "ranks that wait for each other in two collectives are told",
@@ -533,7 +533,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "Checkpoints are whole and of all ranks": (
         *of_file(
-            "partway/checkpoints/saving.py",
+            "kits/checkpoints/saving.py",
             (
                 "what ranks do not hold alike is not saved",
                 "if found := differing(", "if found := [] and differing(",
@@ -547,7 +547,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "ranks save into the same folder",
                 'agree(f"save a checkpoint in {folder}", facts)', "pass",
-                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+                "kits/checkpoints/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
@@ -564,60 +564,60 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/checkpoints/ranks.py",
+            "kits/checkpoints/ranks.py",
             (
                 "what failed on one rank while it saves or loads is an error on all",
                 'if text), None)', "if False), None)",
-                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+                "kits/checkpoints/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
-            "partway/checkpoints/folder.py",
+            "kits/checkpoints/folder.py",
             (
                 "one job at a time saves into a folder",
                 "if not ours:", "if False:",
-                "api/checkpoints/test_saving.py::test_two_jobs_that_save_into_one_folder_at_once_are_told",
+                "kits/checkpoints/test_saving.py::test_two_jobs_that_save_into_one_folder_at_once_are_told",
             ),
         ),
         *of_file(
-            "partway/checkpoints/loading.py",
+            "kits/checkpoints/loading.py",
             (
                 "files have the sizes that they had",
                 "if file.stat().st_size != size:", "if False:",
-                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+                "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
             ),
             (
                 "the content of files is what it was",
                 "if zlib.crc32((path / name).read_bytes()) != checksum:", "if False:",
-                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+                "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
             ),
             (
                 "the values of tensors are what they were",
                 "if checksum_of(checkpoint.path, place, slices, report) != checksum:", "if False:",
-                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+                "kits/checkpoints/test_loading.py::test_a_damaged_file_is_named",
             ),
             (
                 "an optimizer has the groups that it had",
                 "if [*map(set, groups)] != [*map(set, known)]:", "if False:",
-                "api/checkpoints/test_loading.py::test_an_optimizer_that_was_made_otherwise_is_refused",
+                "kits/checkpoints/test_loading.py::test_an_optimizer_that_was_made_otherwise_is_refused",
             ),
             (
                 "each rank gets back what it alone had",
                 "blobs |= {name: own[name] for name in differ}", "pass",
-                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+                "kits/checkpoints/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
-            "partway/checkpoints/manifest.py",
+            "kits/checkpoints/manifest.py",
             (
                 "a manifest is what it was",
                 "if manifest.checksum != _checksum_of(tree):", "if False:",
-                "api/checkpoints/test_loading.py::test_any_other_byte_is_found_by_the_file_that_it_is_in[partway.json]",
+                "kits/checkpoints/test_loading.py::test_any_other_byte_is_found_by_the_file_that_it_is_in[partway.json]",
             ),
             (
                 "all parts of a tensor were written",
                 "            if count:\n", "            if False:\n",
-                "api/checkpoints/test_loading.py::test_forged_parts_are_named",
+                "kits/checkpoints/test_loading.py::test_forged_parts_are_named",
             ),
         ),
     ),
@@ -751,7 +751,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "What is on disk is used only for what it was made for": (
         *of_file(
-            "partway/cache.py",
+            "partway/compiler/cache.py",
             (
                 "an entry is what was written",
                 r'if head + b"\n" != self._head(name, data):', "if False:",
@@ -760,52 +760,52 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "the bytes of an entry are those that were written",
                 " {hashlib.sha256(data).hexdigest()}", "",
-                "api/test_cache_folder.py::test_an_entry_with_another_byte_is_made_anew",
+                "api/compiler/test_cache.py::test_an_entry_with_another_byte_is_made_anew",
             ),
             (
                 "an entry is of the content that it is named after",
                 "{_FORMAT} {self._digest} {name}", "{_FORMAT} {name}",
-                "api/test_cache_folder.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
+                "api/compiler/test_cache.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
             ),
             (
                 "an entry was written by this user",
                 "if hasattr(os, \"geteuid\") and (status", "if False and (status",
-                "api/test_cache_folder.py::test_an_entry_that_others_may_write_is_made_anew",
+                "api/compiler/test_cache.py::test_an_entry_that_others_may_write_is_made_anew",
             ),
             (
                 "an entry holds what is asked for",
                 "if not isinstance(value, kinds):", "if False:",
-                "api/test_cache_folder.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
+                "api/compiler/test_cache.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
             ),
             (
                 "the folder is this user's",
                 "if status.st_uid != os.geteuid():", "if False:",
-                "api/test_cache_folder.py::test_a_folder_of_another_user_is_not_used",
+                "api/compiler/test_cache.py::test_a_folder_of_another_user_is_not_used",
             ),
             (
                 "nobody else may write to the folder",
                 "if status.st_mode & 0o077:", "if False:",
-                "api/test_cache_folder.py::test_a_folder_that_others_may_use_is_not_used",
+                "api/compiler/test_cache.py::test_a_folder_that_others_may_use_is_not_used",
             ),
             (
                 "nobody else may put another folder in its place",
                 "if mode & 0o022 and not mode & stat.S_ISVTX:", "if False:",
-                "api/test_cache_folder.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
+                "api/compiler/test_cache.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
             ),
             (
                 "the text of Partway is a part of what a version is",
                 "digest.update(path.read_bytes())", "pass",
-                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+                "api/compiler/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "a plan on disk is of this version",
                 "Files(folder, software(), *text_of_graph(graph)", "Files(folder, *text_of_graph(graph)",
-                "api/test_cache_folder.py::test_entries_of_another_version_are_not_used",
+                "api/compiler/test_cache.py::test_entries_of_another_version_are_not_used",
             ),
             (
                 "the version of PyTorch is a part of what a version is",
                 'f"torch {torch.__version__}, partway', 'f"partway',
-                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+                "api/compiler/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "a plan on disk is of these options and this request",
@@ -824,7 +824,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/compiling.py",
+            "partway/compiler/driver.py",
             (
                 "a plan on disk is of these rules of users' operators",
                 "text_of(inputs.rules),", "",
@@ -859,56 +859,56 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "what another process writes now is left to it",
                 "not fresh and bool(_lock(number))", "not fresh",
-                "api/test_cache_folder.py::test_what_another_process_writes_now_is_left",
+                "api/compiler/test_cache.py::test_what_another_process_writes_now_is_left",
             ),
         ),
     ),
     "What was ended goes on as if it had not been": (
         *of_file(
-            "partway/resume.py",
+            "kits/checkpoints/resume.py",
             (
                 "random generators go on as they were",
                 "self._set_random(_named(found, _NOW))", "pass",
-                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-a generator]",
+                "kits/checkpoints/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-a generator]",
             ),
             (
                 "an epoch is begun again with the numbers of the first time",
                 "self._set_random(self._began)", "pass",
-                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
+                "kits/checkpoints/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
             ),
             (
                 "after that, random generators are as the checkpoint was",
                 "self._set_random(now)", "pass",
-                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
+                "kits/checkpoints/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
             ),
             (
                 "a loader that cannot go on within an epoch is refused",
                 "if sampler.replacement or", "if False and",
-                "ecosystem/test_resume.py::test_a_loader_that_cannot_go_on_within_an_epoch_is_named",
+                "kits/checkpoints/test_resume.py::test_a_loader_that_cannot_go_on_within_an_epoch_is_named",
             ),
             (
                 "a training that is asked to end saves, and ends",
                 "ends = self._ends()", "ends = False",
-                "ecosystem/test_resume.py::test_steps_go_on_in_one_process",
+                "kits/checkpoints/test_resume.py::test_steps_go_on_in_one_process",
             ),
             (
                 "all ranks end after the same step",
                 "and self.step >= int(store.get(_STOP))", "",
-                "ecosystem/test_resume.py::test_ranks_end_after_the_same_step_where_one_is_told_before_another_has_ended_"
+                "kits/checkpoints/test_resume.py::test_ranks_end_after_the_same_step_where_one_is_told_before_another_has_ended_"
                 "the_step_before",
             ),
             (
                 "every so many steps there is a checkpoint",
                 "or self.step % self.every == 0", "",
-                "ecosystem/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[raise-1]",
+                "kits/checkpoints/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[raise-1]",
             ),
         ),
         *of_file(
-            "runtime/ps/cluster.py",
+            "kits/ps/service/cluster.py",
             (
                 "a job with a parameter server outlives a head of Ray's that is away for a minute",
                 "keeper.PATIENCE: str(10**6),", "",
-                "ecosystem/test_parameter_server_chaos.py::test_a_job_outlives_a_head_that_is_away_for_longer_than_ray_waits",
+                "kits/ps/test_parameter_server_chaos.py::test_a_job_outlives_a_head_that_is_away_for_longer_than_ray_waits",
             ),
         ),
         *of_file(
@@ -1009,7 +1009,7 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 def fails_without(tree: Path, row: Mutation) -> str:
     """Take a mechanism out of a copy, run its test, and put it back. "" if the test fails, else what happened."""
     stage, _, inside = row.file.partition("/")
-    path = tree / "partway" / ("" if stage == "api" else stage) / inside
+    path = tree / "partway" / (stage if stage in STAGES else "") / inside
     before = path.read_text(encoding="utf-8")
     compile(without := changed(row), row.file, "exec")
     try:

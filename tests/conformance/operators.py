@@ -54,12 +54,12 @@ from partway.propagation.graph.nodes import draws_random_numbers, operands, oper
 from partway.propagation.graph.port import Port, Role
 from partway.propagation.graph.queries import constant_nodes, differentiated
 from partway.propagation.graph.structure import flatten
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.problem import SearchProblem, Settings, VertexKind
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.problem import SearchProblem, Settings, VertexKind
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, Mesh, Shard

@@ -18,7 +18,7 @@ from typing import Any
 import partway as pw
 from partway.fusion import FusionMode
 from partway.options.algo import AlgoParameters
-from partway.options.base import Options
+from partway.options.base import FrozenOptions
 from partway.options.parallel import ParallelContext
 from partway.options.typed import AlgoOptions, ParallelOptions, meanings
 
@@ -69,7 +69,7 @@ def page(text: str) -> str:
     return text
 
 
-def _listing(options: type[Any], model: type[Options], groups: dict[str, tuple[str, ...]]) -> str:
+def _listing(options: type[Any], model: type[FrozenOptions], groups: dict[str, tuple[str, ...]]) -> str:
     assert sorted(name for names in groups.values() for name in names) == sorted(model.model_fields)
     lines = []
     for purpose, names in groups.items():
@@ -79,9 +79,9 @@ def _listing(options: type[Any], model: type[Options], groups: dict[str, tuple[s
     return "\n".join(lines).rstrip()
 
 
-def _option(name: str, written: str, model: type[Options]) -> list[str]:
+def _option(name: str, written: str, model: type[FrozenOptions]) -> list[str]:
     default = getattr(model(), name)
-    parts = type(default) if isinstance(default, Options) else None
+    parts = type(default) if isinstance(default, FrozenOptions) else None
     shown = "" if parts else f", default `{model().model_dump()[name]!r}`"
     lines = [f"**`{name}`**: `{written}`{shown}", "", _text(meanings(model)[name])]
     if parts:
@@ -92,7 +92,7 @@ def _option(name: str, written: str, model: type[Options]) -> list[str]:
     return lines
 
 
-def _key(key: str, model: type[Options]) -> str:
+def _key(key: str, model: type[FrozenOptions]) -> str:
     return f"- `{key}`, default `{model().model_dump()[key]!r}`: {' '.join(meanings(model)[key].split())}"
 
 

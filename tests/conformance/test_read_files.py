@@ -25,10 +25,10 @@ from malformed import MESH, Net, X
 from random_examples import examples
 
 import partway as pw
-from partway.cache import Files
 from partway.checkpoints.manifest import MANIFEST
+from partway.compiler.cache import Files
 from partway.fusion.program import Program
-from partway.graphs.saved import saved_calls
+from partway.graphs.compare import saved_calls
 from partway.operator import manifests
 from partway.propagation.cost.profile import DeviceProfile, profile_of, read_profile
 from partway.propagation.plan.data import PlanData
@@ -362,22 +362,24 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 
 @given(
-    DRAWS, st.sampled_from(["calls.txt", "index.json", "plan.json"]), st.sampled_from(["bytes", "other", "structure"])
+    DRAWS,
+    st.sampled_from(["index.txt", "make_plan.txt", "plan.json"]),
+    st.sampled_from(["bytes", "other", "structure"]),
 )
 @examples(60)
 def test_a_changed_folder_of_graphs_is_read_or_refused_by_name(
     graphs: Home, draws: Random, name: str, how: str
 ) -> None:
-    path = next(path for path in graphs.good if path.name == name)
+    path = next(path for path in graphs.good if path.name.endswith(name))
     good = graphs.good[path]
     try:
         if how == "other":
             graphs.replace(path, draws)
-        elif how == "bytes" or name == "calls.txt":
+        elif how == "bytes" or name != "plan.json":
             path.write_bytes(malformed.bytes_of(good, draws))
         else:
             path.write_bytes(edited_json(good, draws))
-        refusal(lambda: saved_calls(graphs.folder), graphs.folder)
+        refusal(lambda: [(call.texts(), call.plan) for call in saved_calls(graphs.folder)], graphs.folder)
     finally:
         graphs.restore()
 

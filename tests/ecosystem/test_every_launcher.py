@@ -176,7 +176,7 @@ def scheduler_on_two_hosts(place: Place) -> None:
 def ray(workers: int) -> Callable[[Place], None]:
     def run(place: Place) -> None:
         if find_spec("ray") is None:
-            pytest.skip("Ray is not installed: pip install 'partway[ray]'")
+            pytest.skip("Ray is not installed")
         (place.folder / "by_ray.py").write_text(RAY, encoding="utf-8")
         own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         place.run([sys.executable, "by_ray.py", str(workers), str(place.folder / "ray")], each=[own])

@@ -177,7 +177,7 @@ ON_RAY = [
     "killed in a step", "crashed", "an exception in planning", "an exception in forward", "sys.exit(1)", "os._exit(7)",
     "out of memory", "SIGTERM",
 ]  # fmt: skip
-ray_train = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'partway[ray]'")
+ray_train = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
 @ray_train

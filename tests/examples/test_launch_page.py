@@ -48,7 +48,7 @@ def run(page: str, command: str, folder: Path, **more: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'partway[ray]'")
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.parametrize("page", ["launch", "recovery"])
 def test_ray_gives_the_loss_of_one_process(page: str, tmp_path: Path) -> None:
     [loss] = re.findall(r"loss \S+", run(page, "python train.py", tmp_path))

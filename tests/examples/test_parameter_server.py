@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from scripts import free_port
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'partway[ps]'")
-pytest.importorskip("lmdb", reason="LMDB is not installed: pip install 'partway[ps]'")
+pytest.importorskip("ray", reason="Ray is not installed")
+pytest.importorskip("lmdb", reason="LMDB is not installed")
 
 pytestmark = pytest.mark.xdist_group("parameter server")
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 from scripts import free_port
 
-pytest.importorskip("fastapi", reason="FastAPI is not installed: pip install 'partway[serve]'")
-pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'partway[serve]'")
+pytest.importorskip("fastapi", reason="FastAPI is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
 pytestmark = [pytest.mark.gloo, pytest.mark.xdist_group("serve"), pytest.mark.timeout(900)]
 

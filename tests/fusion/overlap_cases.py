@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from partway.fusion import Member
-from partway.fusion.events import Compute, Gradients, Offer, Send, seconds
+from partway.fusion.events import Compute, GradientEvents, Offer, Send, seconds
 
 SECONDS = st.integers(0, 20).map(float)
 
@@ -41,7 +41,7 @@ def offered(found, times, costs):
     events = []
     for member, (before, now) in enumerate(itertools.pairwise([0, *times])):
         events += [Compute(now - before), Offer(member)]
-    return Gradients(found, costs, tuple(events))
+    return GradientEvents(found, costs, tuple(events))
 
 
 @st.composite
@@ -74,7 +74,7 @@ def schedules(draw, keys="abc"):
         waits = unread and draw(st.booleans())
         events.append(Offer(member, (draw(st.sampled_from(unread)),) if waits else ()))
     events.append(Compute(draw(SECONDS)))
-    return Gradients(found, costs, tuple(events))
+    return GradientEvents(found, costs, tuple(events))
 
 
 def every_index(count):

@@ -4,7 +4,7 @@ from hypothesis import given
 from overlap_cases import every_index, members, message, offered, problems
 
 from partway.fusion import by_index
-from partway.fusion.events import Compute, Gradients, Offer, best, seconds
+from partway.fusion.events import Compute, GradientEvents, Offer, best, seconds
 from partway.fusion.gradient_overlap import best_groups
 
 
@@ -28,7 +28,7 @@ def test_gradients_are_played_as_the_rule_says(problem):
 def test_computing_that_reads_a_gradient_stands_back_until_its_group_has_been_issued():
     both = members([4, 4], "aa")
     events = (Compute(1.0), Offer(0), Compute(2.0, (), (0,)), Compute(3.0), Offer(1))
-    problem = Gradients(both, {both[0].key: (1.0, 1.0)}, events)
+    problem = GradientEvents(both, {both[0].key: (1.0, 1.0)}, events)
     assert seconds(problem, ((0,), (1,))) == 1 + 5 + 2 + 3 + 5
     assert seconds(problem, ((0, 1),)) == 1 + 3 + 9 + 2
     assert best_groups(problem) == ((0, 1),)

@@ -9,7 +9,7 @@ from overlap_cases import contiguous_within_keys, every_index, members, offered,
 from random_examples import examples
 
 from partway.fusion import by_index, by_size
-from partway.fusion.events import Compute, Gradients, Offer, Send, seconds
+from partway.fusion.events import Compute, GradientEvents, Offer, Send, seconds
 from partway.fusion.gradient_overlap import best_groups, search
 
 
@@ -74,11 +74,11 @@ def test_a_gradient_is_sent_before_a_collective_that_computing_waits_for_only_wh
 
     def groups(free):  # seconds between the first gradient and the collective that computing waits for
         events = [Offer(0), Compute(free), Send(0, 1.0), Compute(9.0, (0,)), Offer(1)]
-        return best_groups(Gradients(found, costs, tuple(events)))
+        return best_groups(GradientEvents(found, costs, tuple(events)))
 
     assert groups(6.0) == ((0,), (1,))
     assert groups(0.0) == ((0, 1),)
 
 
 def test_without_members_nothing_ends():
-    assert best_groups(Gradients((), {}, (Compute(1.0),))) == ()
+    assert best_groups(GradientEvents((), {}, (Compute(1.0),))) == ()

@@ -1,5 +1,5 @@
 """Twenty layouts that pictures are drawn of, by name: the mesh, what each axis does, the shape. The pictures are kept
-in tests/api/show/golden.
+in tests/kits/show/golden.
 
     python tests/helpers/picture_layouts.py --write
 """
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from partway.show.pictures.parts import LayoutParts
 from partway.show.sharding import ShardingPicture, visualize_sharding
 from partway.strategy import Layout, Mesh
 from partway.strategy.cut import Span
 from partway.strategy.layout import layout
-from partway.strategy.pictures.parts import Parts
 from partway.strategy.placement import placement_from_code
 
 _CASES: Mapping[str, tuple[Mapping[str, int], Sequence[str], tuple[int, ...]]] = {
@@ -45,7 +45,7 @@ LAYOUTS: Mapping[str, tuple[Layout, tuple[int, ...]]] = {
     for name, (axes, codes, shape) in _CASES.items()
 }
 
-GOLDEN = Path(__file__).parents[1] / "api" / "show" / "golden"
+GOLDEN = Path(__file__).parents[1] / "kits" / "show" / "golden"
 
 
 def picture(name: str) -> ShardingPicture:
@@ -60,7 +60,7 @@ def files() -> dict[Path, str]:
     return {GOLDEN / "layouts.txt": texts} | svgs
 
 
-def boxes(parts: Parts) -> Iterator[tuple[int, list[Span]]]:
+def boxes(parts: LayoutParts) -> Iterator[tuple[int, list[Span]]]:
     """Each device with the elements that the boxes which name it stand for, of every dim."""
     row, column = parts.axes
     for panel in parts.panels():

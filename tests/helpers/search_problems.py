@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from partway.propagation.search.network import Costs
+from partway.propagation.minsum.network import Costs
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
 
 
@@ -33,6 +33,23 @@ def random_costs(draw, vertices=6, options=4, forbidden=True, fractions=False):
     return Costs(tuple(numbers(n) for n in sizes), {(a, b): numbers(sizes[a], sizes[b]) for a, b in edges})
 
 
+@st.composite
+def reducible(draw, options=4):
+    """Random costs, some tables of which are a row plus a column, or a function of one end."""
+    costs = draw(random_costs(options=options))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    pairs = {}
+    for ends, table in costs.pairs.items():
+        kind, (rows, columns) = rng.integers(4), table.shape
+        if kind == 0:
+            table = rng.integers(0, 9, (rows, 1)) + rng.integers(0, 9, (1, columns)).astype(float)
+        elif kind == 1:
+            seats, table = rng.integers(0, columns, rows), np.full(table.shape, math.inf)
+            table[np.arange(rows), seats] = rng.integers(0, 9, rows)
+        pairs[ends] = table
+    return Costs(costs.unary, pairs)
+
+
 def plans(costs):
     """The cost of every choice."""
     return {choice: costs.of(choice) for choice in itertools.product(*(range(len(u)) for u in costs.unary))}
@@ -46,6 +63,18 @@ def brute_force(costs):
 def copied(costs):
     """The same numbers, each in an array of its own."""
     return Costs(tuple(map(np.copy, costs.unary)), {pair: np.copy(matrix) for pair, matrix in costs.pairs.items()})
+
+
+def grid(side, options, seed=0, coupling=9):
+    """A grid, with costs that are whole numbers and some that are infinite."""
+    rng = np.random.default_rng(seed)
+    pairs = {}
+    for v in range(side * side):
+        for u in (v + 1, v + side):
+            if u < side * side and (u == v + side or u % side):
+                pairs[v, u] = rng.integers(0, coupling + 1, (options, options)).astype(float)
+                pairs[v, u][rng.random((options, options)) < 0.05] = math.inf
+    return Costs(tuple(rng.integers(0, 30, options).astype(float) for _ in range(side * side)), pairs)
 
 
 def mlp(x, w, v, b):

@@ -1,19 +1,23 @@
-"""The sources of the installed package, by their paths in a checkout."""
+"""The sources of the installed package, by their paths in a checkout.
+
+A checkout has the stages and the kits beside `partway/`, which links to them; a wheel has them in it.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 STAGES = ("strategy", "propagation", "fusion", "runtime")
+KITS = ("checking", "checkpoints", "data", "doctor", "integrations", "measure", "operator", "ps", "show")
 
 
 @functools.cache
 def sources() -> dict[str, Path]:
-    """Every module: `partway/sharding.py`, `propagation/search/exact.py`. (A wheel has the stages inside of `partway/`,
-    a checkout links to them from there.)"""
+    """Every module: `partway/sharding.py`, `propagation/search/exact.py`, `kits/data/part.py`."""
     spec = find_spec("partway")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -21,17 +25,24 @@ def sources() -> dict[str, Path]:
     files = {}
     for folder, _, names in sorted(os.walk(root, followlinks=True)):
         inside = Path(folder).relative_to(root)
-        within = inside if inside.parts and inside.parts[0] in STAGES else "partway" / inside
+        top = inside.parts[0] if inside.parts else ""
+        within = inside if top in STAGES else ("kits" if top in KITS else "partway") / inside
         files |= {(within / name).as_posix(): Path(folder, name) for name in sorted(names) if name.endswith(".py")}
     return files
 
 
+@functools.cache
+def tree_of(source: Path) -> ast.Module:
+    """The syntax of a file, which nobody changes."""
+    return ast.parse(source.read_text(encoding="utf-8"))
+
+
 def layer_of(module: str) -> str:
-    """The stage of a module, or "partway"."""
+    """The stage of a module, "partway" or "kits"."""
     return module.partition("/")[0]
 
 
 def package_of(module: str) -> str:
     """The package that a module is in, as Python names it."""
-    parts = module.split("/")[:-1]
-    return ".".join(parts if parts[0] == "partway" else ["partway", *parts])
+    first, *inner = module.split("/")[:-1]
+    return ".".join(["partway", *([first] if first in STAGES else []), *inner])

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from zoo import CASES
 
 import partway as pw
-from partway.compiling import compile
 from partway.measure.workloads import Workload, tiny
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
+from partway.sharding import compile
 
 aten = torch.ops.aten
 Ranks = Callable[..., list[Any]]

@@ -17,11 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from zoo import CASES
 
 import partway as pw
-from partway import passes
-from partway.cache import folder_named
+from partway.compiler import passes
+from partway.compiler.cache import folder_named
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
+from partway.propagation.graph.printer import operators_in
 from partway.propagation.plan.stored import dump, load
+from partway.rank_facts import of_plan
+from partway.runtime.agreement import Fact
 
 pytestmark = pytest.mark.deep
 
@@ -73,7 +76,7 @@ def test_what_was_planned_and_compiled_is_not_made_again(folder: Path, work: dic
     second, _ = step(name)
     assert work == made
     assert second.plan == first.plan
-    assert str(second.program) == str(first.program)
+    assert operators_in(str(second.program)) == operators_in(str(first.program))
     assert second.program.collectives == first.program.collectives
 
 
@@ -110,14 +113,14 @@ class Layers(nn.Module):
 def test_a_plan_from_disk_makes_the_program_that_it_made_at_first(
     folder: Path, options: dict[str, bool], limit: float | None, checkpoints: bool
 ) -> None:
-    def program() -> tuple[str, pw.Plan]:
+    def program() -> tuple[list[Fact], pw.Plan]:
         torch.manual_seed(0)
         pw.set_algo_parameters(memory_limit=limit)
         with pw.auto_parallel_context(**options):
             compiled = pw.compile(
                 Layers(checkpoints), (torch.ones(64, 64),), mesh={"dp": 2}, in_strategy=(("dp", None),)
             )
-            return str(compiled.program), compiled.plan
+            return list(of_plan(compiled)), compiled.plan  # also ranks that compare these have one and the other
 
     first, plan = program()
     for path in folder.glob("*/*.program-*"):
@@ -203,7 +206,7 @@ def test_a_damaged_file_is_made_anew_with_a_warning(folder: Path, work: dict[str
 def test_what_has_no_form_is_made_anew_with_a_warning(
     folder: Path, work: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("partway.cache.dump", lambda value, graph, kinds: dump(lambda: value, graph, kinds))
+    monkeypatch.setattr("partway.compiler.cache.dump", lambda value, graph, kinds: dump(lambda: value, graph, kinds))
     for made in (1, 2):
         with pytest.warns(
             UserWarning, match=r"a plan has no form on disk \(a function has no form.*\), and every start"
@@ -241,7 +244,7 @@ def test_another_process_finds_what_this_one_made(folder: Path) -> None:
     script = textwrap.dedent(
         f"""
         import torch, partway as pw
-        from partway import passes
+        from partway.compiler import passes
         counts = []
         plain = passes.search
         passes.search = lambda *args: counts.append(1) or plain(*args)
@@ -269,7 +272,7 @@ def test_a_program_comes_back_from_its_bytes_with_the_ports_of_its_graph() -> No
     compiled = pw.compile(model, kwargs=case.batch(), mesh={"dp": 2, "tp": 2}, in_strategy=case.batch_split("dp"))
     graph = capture(model, (), case.batch())
     found = load(dump(compiled.program, compiled.graph, (Program,)), graph, (Program,))
-    assert str(found) == str(compiled.program)
+    assert operators_in(str(found)) == operators_in(str(compiled.program))
     assert {id(p.port) for p in found.step.program.inputs} == {id(port) for port in graph.inputs}
     for ours, theirs in zip(found.step.backward.graph.nodes, compiled.program.step.backward.graph.nodes, strict=True):
         assert str(ours.meta.get("val")) == str(theirs.meta.get("val"))

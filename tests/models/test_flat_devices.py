@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bend import bend
 from checks import assert_same_gradients, assert_same_loss, gradients, gradients_of, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -101,7 +102,7 @@ def test_a_mesh_that_was_given_inside_is_the_mesh() -> None:
 
 def test_one_warning_names_an_operator_without_a_rule_however_many_meshes_there_are() -> None:
     pw.set_auto_parallel_context(device_num=8)
-    f = pw.shard(lambda x: torch.ops.partway_tests.bend(x * 2) + torch.ops.partway_tests.bend(x))
+    f = pw.shard(lambda x: bend(x * 2) + bend(x))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         f(torch.ones(8, 16))

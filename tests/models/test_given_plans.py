@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from bend import bend
 from checks import assert_same_gradients, gradients
 from torch import Tensor, nn
 from zoo import CASES
 
 import partway as pw
-from partway import passes
+from partway.compiler import passes
 
 pytestmark = pytest.mark.deep
 MESH = {"dp": 2, "tp": 2}
@@ -172,10 +173,10 @@ def test_a_plan_of_another_call_is_refused_with_what_differs(other: dict[str, An
 def test_what_is_no_option_any_more_is_named() -> None:
     with pw.rule("partway_tests::bend", "a b -> a b", whole="b"):
         x = torch.ones(8, 8)
-        plan = pw.compile(torch.ops.partway_tests.bend, (x,), mesh=MESH, in_strategy=(("dp", None),)).plan
+        plan = pw.compile(bend, (x,), mesh=MESH, in_strategy=(("dp", None),)).plan
     assert plan.operators[0].factors[0] == "a"
     with pytest.raises(pw.StrategyError, match=r"operator bend: the plan has \(dp:a .*\), which is not an option here"):
-        pw.compile(torch.ops.partway_tests.bend, (torch.ones(8, 8),), plan=plan)
+        pw.compile(bend, (torch.ones(8, 8),), plan=plan)
 
 
 def test_the_cache_knows_plans_by_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway import engine
-from partway.compiling import compile_call
+from partway.compiler.driver import compile_call
 from partway.runtime import simulate
 from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import DoesNotFitError

@@ -132,13 +132,13 @@ def test_parameters_have_the_same_numbers_on_any_layout(kind: Callable[[], nn.Mo
 
 def test_only_what_depends_on_values_is_initialised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    before = module.Maker._whole
+    before = module.PartInitialiser._whole
 
     def counting(self: Any, one: Any, layouts: Any) -> Any:
         seen.append(type(one.module).__name__)
         return before(self, one, layouts)
 
-    monkeypatch.setattr(module.Maker, "_whole", counting)
+    monkeypatch.setattr(module.PartInitialiser, "_whole", counting)
     made(on_meta(ByValue, *SPLIT[0]))
     assert set(seen) <= {"Linear", "Scale"}
     assert seen.count("Linear") == 2

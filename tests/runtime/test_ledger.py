@@ -10,7 +10,7 @@ import torch.distributed as dist
 import partway as pw
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.runtime import ledger as ledgers
-from partway.runtime.ledger import Ledger, Written, sample
+from partway.runtime.ledger import Ledger, WriteCounts, sample
 from partway.runtime.watch import watch
 
 
@@ -248,7 +248,7 @@ def test_what_has_no_values_here_is_not_looked_at():
 
 def test_a_step_of_an_optimizer_between_two_calls_is_seen():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    written, optimizer = Written(), torch.optim.SGD(parameters, foreach=False)
+    written, optimizer = WriteCounts(), torch.optim.SGD(parameters, foreach=False)
 
     def counts():
         return written([(str(i), parameter) for i, parameter in enumerate(parameters)])

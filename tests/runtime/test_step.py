@@ -16,12 +16,12 @@ from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops.random_numbers import RandomNumbers
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.problem import Settings
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.problem import Settings
 from partway.runtime import (
     CompiledStep,
     Simulator,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from graph_model import ANNOTATIONS, CALL, GOLDEN, MESH, Net, batch, compare, train
-from torch import Tensor, nn
+from graph_model import CALL, Net, batch, train
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import partway as pw
 from partway.cli import app
-from partway.graphs.compare import compared
-from partway.graphs.saved import SavedCall
 
 
 def diff(a: Path, b: Path, *options: str) -> Result:
@@ -24,27 +22,61 @@ def diff(a: Path, b: Path, *options: str) -> Result:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of the small model with other annotations, and a third like the first."""
+    """Two runs of the small model with other annotations, a third like the first, and that at the other level."""
     root = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARTWAY_SAVE_GRAPHS", "1")
-        for name, more in (*ANNOTATIONS.items(), ("again", {})):
+        for name, more in {"tp": {}, "dp": {"parameter_plan": {}}, "again": {}, "every": {}}.items():
+            patch.setenv("PARTWAY_SAVE_GRAPHS", "2" if name == "every" else "1")
             patch.setenv("PARTWAY_SAVE_GRAPHS_PATH", str(root / name))
             train(**more)
     return root
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="another PyTorch writes other operators")
-def test_two_annotations_of_a_model_differ_in_layouts_strategies_and_collectives(runs: Path) -> None:
-    assert diff(runs / "tp", runs / "dp").exit_code == 1
-    golden = (GOLDEN / "diff.txt").read_text()
-    assert compare(runs / "tp", runs / "dp") == golden, "if this is meant, python tests/helpers/graph_model.py --write"
+def test_two_annotations_of_a_model_differ_by_operators_and_end_in_a_verdict(runs: Path) -> None:
+    found = diff(runs / "tp", runs / "dp", "--rows", "0")
+    assert found.exit_code == 1
+    lines = found.output.splitlines()
+    assert lines[:3] == [f"A  {runs / 'tp' / 'rank_0' / CALL}", f"B  {runs / 'dp' / 'rank_0' / CALL}", ""]
+    assert [line for line in lines[3:-1] if line and not line.startswith(" ")] == ["lower", "make_plan", "fuse"]
+    assert "  -parameter up.weight: float32[16, 8] [dp:R tp:S0]    # annotated ('tp', None)" in lines
+    assert "  +parameter up.weight: float32[16, 8] [dp:S0 tp:S0]" in lines
+    assert lines[-1] == (
+        "they differ first in what lower left; another strategy: linear, relu, draw_default, mul_tensor, mul_scalar, "
+        "linear_1 and 1 more"
+    )
 
 
-def test_equal_runs_do_not_differ_whatever_their_passes_took(runs: Path) -> None:
+def test_what_is_below_an_operator_is_told_with_it(runs: Path) -> None:
+    lines = diff(runs / "tp", runs / "dp", "--rows", "0").output.splitlines()
+    at = lines.index("  -linear: float32[4, 16] = aten.linear.default(x, up.weight, up.bias)")
+    assert lines[at + 1].startswith("      # splits dp:_1 tp:n: ")
+    assert lines[at + 2].startswith("      # backward all_reduce over dp of up.weight: 2 ranks send 256 B each, ")
+
+
+def test_equal_runs_do_not_differ(runs: Path) -> None:
     found = diff(runs / "tp", runs / "again")
     assert found.exit_code == 0
     assert found.output.splitlines()[2:] == ["", "the plans are the same"]
+
+
+def test_runs_of_two_levels_are_compared_by_what_both_have(runs: Path) -> None:
+    assert diff(runs / "tp", runs / "every").exit_code == 0
+    assert diff(runs / "every", runs / "dp").output.count("\nlower\n") == 1
+
+
+def test_where_source_lines_stand_does_not_matter(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "tp", tmp_path / "moved")
+    for path in (tmp_path / "moved").rglob("*.txt"):
+        path.write_text(re.sub(r"graph_model.py:(\d+)", r"graph_model.py:1\1", path.read_text()))
+    assert diff(runs / "tp", tmp_path / "moved").exit_code == 0
+
+
+def test_a_pass_that_only_one_left_is_a_difference(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "tp", tmp_path / "less")
+    next((tmp_path / "less").rglob("*_fuse.txt")).unlink()
+    found = diff(runs / "tp", tmp_path / "less")
+    assert found.exit_code == 1
+    assert found.output.endswith("\nthey differ first in what fuse left\n")
 
 
 @pytest.mark.parametrize("a", ["", "rank_0", f"rank_0/{CALL}", f"rank_0/{CALL}/plan.json"])
@@ -52,35 +84,23 @@ def test_equal_runs_do_not_differ_whatever_their_passes_took(runs: Path) -> None
 def test_runs_ranks_calls_and_plans_can_be_compared_with_each_other(runs: Path, a: str, b: str) -> None:
     found = diff(runs / "tp" / a, runs / "dp" / b)
     assert found.exit_code == 1
-    assert "layouts that differ" in found.output
-    assert ("passes that left something else" in found.output) is not (a + b).endswith("plan.json")
+    assert "\nmake_plan\n" in found.output
+    assert ("\nlower\n" in found.output) is not (a + b).endswith("plan.json")
     assert diff(runs / "tp" / a, runs / "tp" / b).exit_code == 0
 
 
-def test_a_section_that_is_long_is_cut_and_says_so(runs: Path) -> None:
+def test_of_a_run_that_was_repeated_the_last_is_compared(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "tp" / "rank_0", tmp_path / "rank_0")
+    shutil.copytree(runs / "tp" / "rank_0", tmp_path / "rank_0.2")
+    shutil.copytree(runs / "dp" / "rank_0", tmp_path / "rank_0.10")
+    shutil.copytree(runs / "tp" / "rank_0", tmp_path / "rank_1")
+    assert diff(tmp_path, runs / "dp").exit_code == 0
+
+
+def test_what_is_long_is_cut_and_says_so(runs: Path) -> None:
     found = diff(runs / "tp", runs / "dp", "--rows", "1")
-    assert "  ... and 3 more; --rows 0 shows all\n" in found.output
-    assert "more; --rows" not in diff(runs / "tp", runs / "dp", "--rows", "0").output
-
-
-def test_layers_that_differ_alike_are_one_entry() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = torch.relu(layer(x))
-            return x.sum()
-
-    calls = []
-    for strategy in (("tp", None), (None, "tp")):
-        plan = {"layers.*.weight": strategy}
-        made = pw.compile(Deep(), (torch.ones(4, 8),), mesh=MESH, in_strategy=(("dp", None),), parameter_plan=plan)
-        calls.append(SavedCall(Path("plan"), None, made.plan))
-    text = compared(*calls).text()
-    assert "  parameter layers.*.weight (3 times)\n" in text
+    assert re.search(r"\nlower\n  -.*\n  \.\.\. and \d+ more lines; --rows 0 shows all\n\nmake_plan\n", found.output)
+    assert "more lines; --rows" not in diff(runs / "tp", runs / "dp", "--rows", "0").output
 
 
 def test_the_calls_of_runs_are_matched_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +118,17 @@ def test_the_calls_of_runs_are_matched_by_name(tmp_path: Path, monkeypatch: pyte
     found = diff(tmp_path / "a", tmp_path / "b")
     assert found.exit_code == 1
     assert found.output.count("the plans are the same") == 2
-    last = found.output.splitlines()[-1]
-    assert re.fullmatch(r"only in A: 002_.*f", last)
+    *_, alone, verdict = found.output.splitlines()
+    assert re.fullmatch(r"only A has 002_.*f", alone)
+    assert verdict == "2 of 3 calls are the same"
 
 
-def test_another_mesh_is_told_with_the_totals(runs: Path, tmp_path: Path) -> None:
+def test_another_mesh_is_told(runs: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     pw.compile(Net(), batch(), mesh={"dp": 4}, in_strategy=(("dp", None), None)).plan.save(plan)
     found = diff(runs / "dp", plan)
-    assert re.search(r"^mesh +dp=2, tp=2 +dp=4 +another mesh$", found.output, re.M)
+    assert "\n  -mesh dp=2, tp=2\n" in found.output
+    assert "\n  +mesh dp=4\n" in found.output
 
 
 def test_a_call_that_could_not_be_planned_is_told(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +138,13 @@ def test_a_call_that_could_not_be_planned_is_told(runs: Path, tmp_path: Path, mo
         train(parameter_plan={"up.weight": ("tp", None), "u?.weight": (None, "tp")})
     found = diff(runs / "tp", tmp_path)
     assert found.exit_code == 1
-    assert "planning B failed: StrategyError: annotations contradict each other:" in found.output
+    assert "\nerror\n  +StrategyError: annotations contradict each other:" in found.output
     assert diff(tmp_path, tmp_path).exit_code == 0
+    (folder,) = (tmp_path / "rank_0").iterdir()
+    assert error_of(diff(runs / "tp" / "rank_0" / CALL / "plan.json", tmp_path)) == (
+        f"partway diff: the call in {str(folder)!r} has no plan, since planning it failed: StrategyError: annotations "
+        "contradict each other:"
+    )
 
 
 # -- What cannot be compared
@@ -152,18 +179,12 @@ def test_a_file_that_is_no_plan_is_an_error(runs: Path, tmp_path: Path) -> None:
 
 
 def test_graphs_of_another_version_are_an_error(runs: Path, tmp_path: Path) -> None:
-    data = json.loads((runs / "tp" / "rank_0" / CALL / "index.json").read_text())
-    (tmp_path / "index.json").write_text(json.dumps({**data, "format": "partway graphs 2"}))
+    (tmp_path / "index.txt").write_text("partway graphs 3, level 1: 000_f\n")
     assert error_of(diff(runs / "tp", tmp_path)) == (
-        f"partway diff: {str(tmp_path / 'index.json')!r} is no index of this version of Partway (format: Input should "
-        "be 'partway graphs 1'); save the graphs again"
+        f"partway diff: {str(tmp_path / 'index.txt')!r} is of another version of Partway; save the graphs again"
     )
-    (tmp_path / "rank_0").mkdir()
-    (tmp_path / "index.json").unlink()
-    (tmp_path / "rank_0" / "calls.txt").write_text("partway graphs 2: calls\n000_f\n")
-    assert "calls.txt' is of another version of Partway; save the graphs again" in error_of(diff(tmp_path, runs / "tp"))
 
 
 def test_a_folder_whose_plan_is_lost_is_an_error(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_bytes((runs / "tp" / "rank_0" / CALL / "index.json").read_bytes())
-    assert "could not read a plan from" in error_of(diff(runs / "tp", tmp_path))
+    (tmp_path / "index.txt").write_bytes((runs / "tp" / "rank_0" / CALL / "index.txt").read_bytes())
+    assert "could not read a plan from" in error_of(diff(runs / "tp" / "rank_0" / CALL / "plan.json", tmp_path))

@@ -11,7 +11,7 @@ from pydantic import create_model
 
 import partway as pw
 from partway.options.algo import AlgoParameters
-from partway.options.base import Options
+from partway.options.base import FrozenOptions
 from partway.options.parallel import ParallelContext
 from partway.options.typed import AlgoOptions, ParallelOptions, listed, meanings
 
@@ -19,12 +19,12 @@ PAIRS = [(ParallelOptions, ParallelContext), (AlgoOptions, AlgoParameters)]
 
 
 @pytest.mark.parametrize(("options", "model"), PAIRS)
-def test_the_names_are_those_of_the_fields(options: Any, model: type[Options]) -> None:
+def test_the_names_are_those_of_the_fields(options: Any, model: type[FrozenOptions]) -> None:
     assert list(options.__annotations__) == list(model.model_fields)
 
 
 @pytest.mark.parametrize(("options", "model"), PAIRS)
-def test_what_a_type_lists_is_all_that_is_accepted(options: Any, model: type[Options]) -> None:
+def test_what_a_type_lists_is_all_that_is_accepted(options: Any, model: type[FrozenOptions]) -> None:
     for name, written in typing.get_type_hints(options).items():
         for kind in (written, *typing.get_args(written)):
             if typing.get_origin(kind) is typing.Literal and name != "dataset_strategy":
@@ -32,7 +32,7 @@ def test_what_a_type_lists_is_all_that_is_accepted(options: Any, model: type[Opt
 
 
 @pytest.mark.parametrize(("options", "model"), PAIRS)
-def test_every_field_says_what_it_means(options: Any, model: type[Options]) -> None:
+def test_every_field_says_what_it_means(options: Any, model: type[FrozenOptions]) -> None:
     said = meanings(model)
     assert [name for name in model.model_fields if not said.get(name)] == []
 
@@ -54,7 +54,7 @@ def test_help_lists_every_option_with_its_type_default_and_meaning(function: Any
 
 
 def test_a_model_without_source_is_listed_without_meanings() -> None:
-    made = create_model("Made", __base__=Options, size=(int, 3))
+    made = create_model("Made", __base__=FrozenOptions, size=(int, 3))
     kind = typing.TypedDict("kind", {"size": int})  # noqa: UP013
     assert listed(kind, made).splitlines() == ["Options:", "", "    size: <class 'int'> = 3"]
     assert meanings(made) == {}

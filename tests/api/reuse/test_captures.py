@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import partway as pw
-from partway import compiling
 from partway.attached import engine_of
-from partway.cache import text_of_graph
+from partway.compiler import capture_call as compiling
+from partway.compiler.cache import text_of_graph
 from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import WrongFormError
 from partway.propagation.plan.stored_graph import dump_graph, load_graph
@@ -432,7 +432,8 @@ SCRIPT = """
 import torch
 from torch import nn
 import partway as pw
-from partway import compiling, passes
+from partway.compiler import capture_call as compiling
+from partway.compiler import passes
 
 for module, name in ((compiling, "capture_call"), (passes, "search"), (passes, "lower"), (passes, "make_program")):
     def counted(*args, plain=getattr(module, name), name=name, **kwargs):

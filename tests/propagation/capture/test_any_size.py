@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partway.cache import text_of_graph
+from partway.compiler.cache import text_of_graph
 from partway.propagation.capture.any_size import OtherSizesError
 from partway.propagation.capture.capture import capture, capture_any_size, graph_at
 from partway.strategy import CaptureError

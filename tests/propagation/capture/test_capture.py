@@ -40,15 +40,19 @@ class MLP(nn.Module):
 
 def test_the_graph_of_a_tiny_mlp():
     graph = capture(MLP(), (torch.ones(2, 4),), {})
+    line = "test_capture.py:38, in forward: return self.down(torch.relu(self.up(x)))"
     assert str(graph).splitlines() == [
-        "parameter up.weight: float32[8, 4]",
-        "parameter up.bias: float32[8]",
-        "parameter down.weight: float32[4, 8]",
-        "input x: float32[2, 4]",
-        "linear = aten.linear.default: float32[2, 8]",
-        "relu = aten.relu.default: float32[2, 8]",
-        "linear_1 = aten.linear.default: float32[2, 4]",
-        "return result (result) = linear_1",
+        "parameter up.weight: float32[8, 4]    # 128 B",
+        "parameter up.bias: float32[8]    # 32 B",
+        "parameter down.weight: float32[4, 8]    # 128 B",
+        "input x: float32[2, 4]    # 32 B",
+        f"# up: {line}",
+        "linear: float32[2, 8] = aten.linear.default(x, up.weight, up.bias)    # 64 B",
+        f"# {line}",
+        "relu: float32[2, 8] = aten.relu.default(linear)    # 64 B",
+        f"# down: {line}",
+        "linear_1: float32[2, 4] = aten.linear.default(relu, down.weight)    # 32 B",
+        "return result = linear_1",
     ]
 
 

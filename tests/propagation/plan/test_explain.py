@@ -11,7 +11,7 @@ def test_a_module_is_explained_by_its_operators_with_their_collectives_and_the_r
     lines = str(plan.explain("down")).splitlines()
     assert lines[0] == "linear_1 = aten.linear.default float32[1024, 512] in down"
     assert lines[1] == "    splits (dp:_1 tp:k); results [dp:S0 tp:P]"
-    assert lines[2].startswith("    from conftest.py:")
+    assert lines[2].startswith("    from perceptron.py:")
     assert lines[3] == "    reads squeeze_dims, down.weight, down.bias; read by output result"
     assert lines[4] == "    backward all_reduce over dp (2 ranks) of down.weight: 1.05 MB, 1.05 MB sent, 11.8 us"
     assert lines[5] == (

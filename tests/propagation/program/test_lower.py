@@ -60,22 +60,27 @@ def conversions(graph):
 def test_the_program_of_a_megatron_mlp():
     compiled = compile_mlp()
     assert str(compiled.local).splitlines() == [
-        "input p_fn_up_weight: parameter up.weight [512, 512] of [2048, 512] [dp:R tp:S0]",
-        "input p_fn_up_bias: parameter up.bias [512] of [2048] [dp:R tp:S0]",
-        "input p_fn_down_weight: parameter down.weight [512, 512] of [512, 2048] [dp:R tp:S1]",
-        "input p_fn_down_bias: parameter down.bias [128] of [512] [dp:R tp:S0]",
-        "input tensors_0: input x [512, 512] of [1024, 512] [dp:S0 tp:R]",
-        "convert_default = R -> B over tp of 4: tensors_0",
-        "convert_default_1 = R -> B over dp of 2: p_fn_up_weight",
-        "convert_default_2 = R -> B over dp of 2: p_fn_up_bias",
+        "parameter up.weight    # [512, 512] of [2048, 512] [dp:R tp:S0]",
+        "parameter up.bias    # [512] of [2048] [dp:R tp:S0]",
+        "parameter down.weight    # [512, 512] of [512, 2048] [dp:R tp:S1]",
+        "parameter down.bias    # [128] of [512] [dp:R tp:S0]",
+        "input x    # [512, 512] of [1024, 512] [dp:S0 tp:R]",
+        "# up: module up",
+        "convert_default = unchanged(x) over tp, R -> B",
+        "convert_default_1 = unchanged(up.weight) over dp, R -> B",
+        "convert_default_2 = unchanged(up.bias) over dp, R -> B",
         "linear_default = aten.linear.default(convert_default, convert_default_1, convert_default_2)",
-        "relu_default = aten.relu.default(linear_default,)",
-        "convert_default_3 = R -> B over dp of 2: p_fn_down_weight",
-        "convert_default_4 = R -> B over dp of 2: p_fn_down_bias",
-        "convert_default_5 = S0 -> P over tp of 4: convert_default_4",
+        "#",
+        "relu_default = aten.relu.default(linear_default)",
+        "# down: module down",
+        "convert_default_3 = unchanged(down.weight) over dp, R -> B",
+        "convert_default_4 = unchanged(down.bias) over dp, R -> B",
+        "convert_default_5 = pad(convert_default_4) over tp, S0 -> P",
         "linear_default_1 = aten.linear.default(relu_default, convert_default_3, convert_default_5)",
-        "convert_default_6 = P -> R over tp of 4: linear_default_1",
-        "return convert_default_6",
+        "#",
+        "convert_default_6 = all_reduce(linear_default_1) over tp, P -> R",
+        "    # of linear_1: aten.linear.default linear_1 (dp:_1 tp:k) meets result result [dp:S0 tp:R]",
+        "return result = convert_default_6",
     ]
 
 
@@ -141,8 +146,8 @@ WHOLE = {"*.weight": (None, None), "*.bias": (None,)}
 def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
     compiled = compile_mlp(batch=65536, in_strategy=BOTH, out_strategy=((None, None),), parameter_plan=WHOLE)
     lines = str(compiled.local).splitlines()
-    assert "convert_default = R -> B over dp,tp of 8: p_fn_up_weight" in lines
-    assert "convert_default_6 = S0 -> R over dp,tp of 8: linear_default_1" in lines
+    assert "convert_default = unchanged(up.weight) over dp,tp, R -> B" in lines
+    assert "convert_default_6 = all_gather(linear_default_1) over dp,tp, S0 -> R" in lines
     found = {c.tensor: c for c in compiled.plan.collectives}
     gathered, reduced = found["linear_1"], found["up.weight"]
     assert (gathered.phase, gathered.kind, gathered.axes, gathered.group_size) == (

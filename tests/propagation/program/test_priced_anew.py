@@ -42,18 +42,19 @@ from partway.propagation.graph.nodes import (
     values_of,
 )
 from partway.propagation.graph.port import Role
+from partway.propagation.memory.keeping import Fate
+from partway.propagation.minsum.eliminate import eliminate
+from partway.propagation.minsum.network import Costs
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.numbers import costs_of
+from partway.propagation.problem.problem import Option, SearchProblem, Settings, Vertex, VertexKind
 from partway.propagation.program.local_program import Conversion, LocalProgram, verify_program
 from partway.propagation.program.lower import lower
-from partway.propagation.search.eliminate import eliminate
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.keeping import Fate
-from partway.propagation.search.memory import within_memory
-from partway.propagation.search.network import Costs, costs_of
-from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind
 from partway.propagation.search.propagate import sharding_propagation
 from partway.propagation.search.recursive import recursive_programming
 from partway.propagation.search.solution import Solution, verify_solution
+from partway.propagation.search.within_memory import within_memory
 from partway.strategy import Layout, Mesh
 from partway.strategy.placement import Kind
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from partway.propagation.capture.capture import capture
+from partway.propagation.problem.formulate import formulate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Replicate, Shard
 from partway.strategy.placement import Kind, kind
 

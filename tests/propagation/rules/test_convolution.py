@@ -21,8 +21,8 @@ from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.port import Port, Role
 from partway.propagation.graph.structure import flatten
 from partway.propagation.ops.padded_convolution import padded_convolution
+from partway.propagation.problem.formulate import formulate
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.strategy import Mesh
 

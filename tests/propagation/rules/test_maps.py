@@ -7,9 +7,9 @@ from torch import nn
 
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.port import Role
+from partway.propagation.problem.formulate import formulate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.placement import Kind, kind
 

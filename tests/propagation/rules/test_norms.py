@@ -25,10 +25,10 @@ from partway.propagation.ops.batch_norm import (
     statistics,
     vector_gradients,
 )
+from partway.propagation.problem.formulate import formulate
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind, kind
 

@@ -9,9 +9,9 @@ from expansions import check, check_split, randn
 
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import operator_name
+from partway.propagation.problem.formulate import formulate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.placement import Kind, kind
 

@@ -19,12 +19,12 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import shape
 from partway.propagation.ops.hooked import HOOKS
 from partway.propagation.ops.random_numbers import draw
+from partway.propagation.problem.formulate import formulate
 from partway.propagation.program.lower import lower
 from partway.propagation.rules import expand, table
 from partway.propagation.rules.rule import axis_options
 from partway.propagation.rules.table import ROWS, rule_of
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Replicate, Shard
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from shares import every_other
 import partway as pw
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import operands, shape
+from partway.propagation.problem.problem import VertexKind
 from partway.propagation.rules.table import rule_of
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import VertexKind
 from partway.strategy import Mesh
 
 FOUR = Mesh({"x": 4})

@@ -14,13 +14,13 @@ from torch import nn
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.search.eliminate import eliminate
+from partway.propagation.memory.keeping import keep_problem
+from partway.propagation.memory.needs import needs_of
+from partway.propagation.minsum.eliminate import eliminate
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.numbers import costs_of
+from partway.propagation.problem.problem import Settings
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.keeping import keep_problem
-from partway.propagation.search.needs import needs_of
-from partway.propagation.search.network import costs_of
-from partway.propagation.search.problem import Settings
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
 
 WIDTH = 24

@@ -27,7 +27,7 @@ def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
 def test_recursion_takes_small_tables_where_all_are_too_much_work(lab, monkeypatch):
     problem = lab.problem_of(mlp, mlp_tensors(), lab.SQUARE)
     exact = recursive_programming(problem)
-    monkeypatch.setattr("partway.propagation.search.eliminate.MUCH_WORK", 0.0)
-    monkeypatch.setattr("partway.propagation.search.eliminate.SMALL_TABLES", (1.0,))
+    monkeypatch.setattr("partway.propagation.minsum.eliminate.MUCH_WORK", 0.0)
+    monkeypatch.setattr("partway.propagation.minsum.eliminate.SMALL_TABLES", (1.0,))
     found = verify_solution(problem, recursive_programming(problem))
     assert exact.cost < found.cost < math.inf

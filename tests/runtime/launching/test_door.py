@@ -23,10 +23,10 @@ from door_process import KINDS, flood, keeper
 
 from partway.runtime.launching import door
 from partway.runtime.launching.certificates import Contexts
-from partway.runtime.launching.door import Guard, secret, store_behind, way_to
+from partway.runtime.launching.door import DoorGuard, secret, store_behind, way_to
 from partway.strategy import RuntimeStateError
 
-ONE, OTHER = Guard(b"a secret of this job"), Guard(b"a secret of another job")
+ONE, OTHER = DoorGuard(b"a secret of this job"), DoorGuard(b"a secret of another job")
 KEY = "0123456789abcdef"
 Address = tuple[str, int]
 
@@ -68,7 +68,7 @@ def test_who_knows_the_secret_reaches_the_store(kept: tuple[Any, Address]) -> No
     (OTHER, "the scheduler at 127.0.0.1:{} has another secret; give all processes of a job the same PARTWAY_"),
     (None, "the scheduler at 127.0.0.1:{} asks for the job's secret (PARTWAY_JOB_SECRET), and this process has none"),
 ])  # fmt: skip
-def test_others_are_told_why_not(kept: tuple[Any, Address], own: Guard | None, said: str) -> None:
+def test_others_are_told_why_not(kept: tuple[Any, Address], own: DoorGuard | None, said: str) -> None:
     with pytest.raises(RuntimeStateError) as error:
         way_to(*kept[1], own, 5, "the scheduler")
     assert said.format(kept[1][1]) in str(error.value)
@@ -82,7 +82,7 @@ def test_a_store_without_a_door_is_not_taken_for_one_that_has_it() -> None:
 
 
 def test_a_door_that_does_not_know_the_secret_is_not_trusted() -> None:
-    class Pretends(Guard):
+    class Pretends(DoorGuard):
         async def admit(self, peer: Any, crowded: bool) -> bool:
             await peer.send(b"partway door 1\ns" + bytes(32))
             await peer.take(64)
@@ -407,7 +407,7 @@ def test_a_secret_is_read_and_never_shown(named: Callable[..., None]) -> None:
     assert secret() == b""
     named(KEY)
     assert secret() == KEY.encode()
-    assert KEY not in repr(Guard(secret()))
+    assert KEY not in repr(DoorGuard(secret()))
     named(file=KEY.encode() + b"\n")
     assert secret() == KEY.encode()
 
@@ -454,7 +454,7 @@ def certified(tmp_path: Path) -> Callable[..., Contexts]:
     return make
 
 
-def opened(own: Guard) -> tuple[Any, Address]:
+def opened(own: DoorGuard) -> tuple[Any, Address]:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     return store_behind(listener, own), address
@@ -465,14 +465,14 @@ def test_who_has_a_certificate_reaches_the_store(
     certified: Callable[..., Contexts], tmp_path: Path, known: bytes
 ) -> None:
     authority = Authority(tmp_path)
-    store, address = opened(Guard(known, certified(authority)))
-    client = dist.TCPStore(*way_to(*address, Guard(known, certified(authority, 1)), 5, "the scheduler"))
+    store, address = opened(DoorGuard(known, certified(authority)))
+    client = dist.TCPStore(*way_to(*address, DoorGuard(known, certified(authority, 1)), 5, "the scheduler"))
     client.set("large", "x" * 10**6)
     assert store.get("large") == b"x" * 10**6
 
 
 def test_what_is_kept_goes_encrypted(certified: Callable[..., Contexts], tmp_path: Path) -> None:
-    own, seen = Guard(b"", certified(Authority(tmp_path))), bytearray()
+    own, seen = DoorGuard(b"", certified(Authority(tmp_path))), bytearray()
     _, address = opened(own)
     with socket.create_server(("127.0.0.1", 0)) as between:
 
@@ -508,7 +508,7 @@ def test_a_door_that_hangs_up_since_many_come_is_not_said_to_refuse_a_certificat
 ) -> None:
     contexts = certified(Authority(tmp_path))
 
-    class Busy(Guard):
+    class Busy(DoorGuard):
         async def admit(self, peer: Any, crowded: bool) -> bool:
             if len(attempts) > 20:
                 return await super().admit(peer, crowded)
@@ -517,7 +517,7 @@ def test_a_door_that_hangs_up_since_many_come_is_not_said_to_refuse_a_certificat
                 await peer.encrypt(contexts.server)
             raise EOFError
 
-    own = Guard(b"", contexts)
+    own = DoorGuard(b"", contexts)
     _, address = opened(Busy(b"", contexts))
     client = dist.TCPStore(*way_to(*address, own, 100, "the scheduler"))
     assert client.add("came", 1) == 1
@@ -526,7 +526,7 @@ def test_a_door_that_hangs_up_since_many_come_is_not_said_to_refuse_a_certificat
 def test_a_door_that_is_slow_to_encrypt_is_not_said_to_refuse_a_certificate(
     certified: Callable[..., Contexts], tmp_path: Path, attempts: list[Address]
 ) -> None:
-    class Slow(Guard):
+    class Slow(DoorGuard):
         async def admit(self, peer: Any, crowded: bool) -> bool:
             if len(attempts) > 20:
                 return await super().admit(peer, crowded)
@@ -535,7 +535,7 @@ def test_a_door_that_is_slow_to_encrypt_is_not_said_to_refuse_a_certificate(
 
     contexts = certified(Authority(tmp_path))
     _, address = opened(Slow(b"", contexts))
-    client = dist.TCPStore(*way_to(*address, Guard(b"", contexts), 100, "the scheduler"))
+    client = dist.TCPStore(*way_to(*address, DoorGuard(b"", contexts), 100, "the scheduler"))
     assert client.add("came", 1) == 1
 
 
@@ -554,18 +554,18 @@ def test_who_has_no_certificate_that_serves_stays_out(
     certified: Callable[..., Contexts], tmp_path: Path, wrong: str
 ) -> None:
     own, other = Authority(tmp_path), Authority(tmp_path, "other")
-    _, address = opened(Guard(b"", certified(own)))
-    shows: Guard | None
+    _, address = opened(DoorGuard(b"", certified(own)))
+    shows: DoorGuard | None
     if wrong == "an expired one":
-        shows = Guard(b"", certified(own, 1, end=timedelta(hours=-1)))
+        shows = DoorGuard(b"", certified(own, 1, end=timedelta(hours=-1)))
     elif wrong == "none":
         contexts = certified(own, 1)
         bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         bare.check_hostname = False
         bare.load_verify_locations(own.file)
-        shows = Guard(b"", Contexts(contexts.server, bare))
+        shows = DoorGuard(b"", Contexts(contexts.server, bare))
     elif wrong.startswith("a foreign"):
-        shows = Guard(b"", certified(other, 1, trusts=own if wrong == "a foreign one" else other))
+        shows = DoorGuard(b"", certified(other, 1, trusts=own if wrong == "a foreign one" else other))
     else:
         shows = ONE if wrong == "a secret" else None
     with pytest.raises(RuntimeStateError, match=WRONG[wrong]):

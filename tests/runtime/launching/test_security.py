@@ -45,7 +45,7 @@ def test_nothing_is_bound_where_nothing_is_wanted() -> None:
 
 def test_ranks_on_one_host_bind_to_the_loopback() -> None:
     want(Wanted())
-    log, said = logging.getLogger("partway.security"), io.StringIO()
+    log, said = logging.getLogger("partway.ps.context"), io.StringIO()
     handler, level = logging.StreamHandler(said), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

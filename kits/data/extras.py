@@ -1,0 +1,13 @@
+"""Packages that only some of this package needs: the extra `data`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from partway.strategy.errors import RuntimeStateError
+
+
+def need(package: str, what: str) -> None:
+    """Raise RuntimeStateError unless `package`, which `what` needs, is installed."""
+    if find_spec(package) is None:
+        raise RuntimeStateError(f"{what} needs {package}; install it with: pip install '.[data]' in Partway's checkout")

@@ -1,0 +1,106 @@
+"""How parameters are divided: each into pieces of its first dim, and the pieces over the servers, by bytes.
+
+A piece is what moves where servers come and go, so that no more is sent than has to be. How a parameter is cut follows
+from the job alone, and not from how many servers there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+LARGEST, SMALLEST = 4 * 2**20, 2**16  # bytes of a piece
+_OF_A_TABLE = 8  # pieces of a table by rows, at most
+_SHARES = 32  # into about how many pieces all parameters are cut, between these two
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What the servers are told of a parameter.
+
+    index        its number among those of the optimizer
+    name         for messages
+    group        the number of its group in the optimizer
+    by_rows      only the rows that a step touches are pulled and pushed
+    on_workers   the workers take its step, each by itself; the servers average its gradients, and keep a copy
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    item: int
+    group: int = 0
+    by_rows: bool = False
+    on_workers: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The size of its first dim; a parameter that is one number has one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.item
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows `start` to `stop` of a parameter."""
+
+    parameter: int
+    start: int
+    stop: int
+
+    @property
+    def key(self) -> str:
+        """What it is called: unique within a job."""
+        return f"{self.parameter}:{self.start}"
+
+
+def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[RowRange, ...]:
+    """All pieces of a job. `by_element`: the optimizer's step of a row does not depend on others; where it does,
+    parameters stay whole."""
+    total = sum(parameter.rows * parameter.row_bytes for parameter in parameters)
+    target = min(max(total // _SHARES, SMALLEST), LARGEST)
+    pieces = []
+    for parameter in parameters:
+        rows = parameter.rows
+        count = max(1, math.ceil(rows * parameter.row_bytes / target)) if by_element else 1
+        if parameter.by_rows:  # a step takes some rows of each of its pieces
+            count = min(count, _OF_A_TABLE)
+        height = max(1, math.ceil(rows / count))
+        starts = range(0, max(rows, 1), height)
+        pieces += [RowRange(parameter.index, start, min(start + height, rows)) for start in starts]
+    return tuple(pieces)
+
+
+def assign(sizes: Mapping[str, int], servers: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
+    """Which server has each piece: about as many bytes each, and as much as can be where it was `before`.
+
+    sizes   bytes of each piece, by its key
+    """
+    names = sorted(servers)
+    load = dict.fromkeys(names, 0)
+    found: dict[str, str] = {}
+    for key, size in sizes.items():
+        if (server := before.get(key)) in load:
+            assert server is not None
+            found[key] = server
+            load[server] += size
+    for key in sorted(sizes.keys() - found.keys(), key=lambda key: (-sizes[key], key)):
+        found[key] = least = min(names, key=lambda name: (load[name], name))
+        load[least] += sizes[key]
+    while True:
+        most, least = max(names, key=lambda name: (load[name], name)), min(names, key=lambda name: (load[name], name))
+        gap = load[most] - load[least]
+        fits = [key for key, server in found.items() if server == most and 0 < sizes[key] < gap]
+        if not fits:
+            return found
+        best = min(fits, key=lambda key: (abs(gap - 2 * sizes[key]), key))  # leaves the two the most alike
+        if abs(gap - 2 * sizes[best]) >= gap:
+            return found
+        found[best] = least
+        load[most], load[least] = load[most] - sizes[best], load[least] + sizes[best]

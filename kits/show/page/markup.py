@@ -1,0 +1,34 @@
+"""What every page is made of: text that is only text, and a head that forbids the browser to fetch anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from html import escape
+
+from partway.strategy.files import MARKS
+
+
+def safe(words: object) -> str:
+    """Words as text of a page, also in an attribute; what cannot be printed is shown as such."""
+    return escape("".join(letter if letter.isprintable() else "�" for letter in str(words)))
+
+
+def head(title: str, style: str, scripts: Sequence[str], blobs: bool = False) -> str:
+    """The beginning of a page, up to its body: nothing can be fetched, and of scripts these alone can run. `blobs`: a
+    script may start workers, and make pictures, of data that it has."""
+    allowed = [f"'sha256-{_digest(script)}'" for script in scripts] + ["blob:"] * blobs
+    parts = ["default-src 'none'", *([f"script-src {' '.join(allowed)}"] if allowed else [])]
+    parts += ["worker-src blob:", "img-src data: blob:"] if blobs else []
+    policy = "; ".join([*parts, "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"])
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'{MARKS["the page"][0]}\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{safe(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+    )
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

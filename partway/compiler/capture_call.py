@@ -1,0 +1,171 @@
+"""From a call to its graph: captured now, by way of a capture for all sizes, or from disk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from partway.annotations.constrain import constrained_modules
+from partway.compiler.cache import cache_folder
+from partway.compiler.passes import (
+    own_saved_tensors,
+)
+from partway.graphs.record import Record
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
+from partway.propagation.capture.any_size import AnySize
+from partway.propagation.capture.capture import CaptureOptions, capture, capture_any_size, capture_counting
+from partway.propagation.capture.tracing import Dims
+from partway.propagation.graph.graph import CalledHooks
+from partway.propagation.graph.question import Answer, Values
+from partway.propagation.graph.structure import Path, flatten_call, name_of
+from partway.request import Request
+from partway.reuse.captures import fetch_capture
+from partway.reuse.effects import Effects
+from partway.reuse.sizes import CallSizes, Captured
+from partway.reuse.state import State, warn_of_unwatched
+from partway.strategy import Layout, Mesh
+from partway.strategy.afterwards import afterwards
+from partway.strategy.place import on_mesh
+from partway.user_rules import rules, text_of
+
+
+@dataclass(frozen=True)
+class CallInputs:
+    """A call that is to be planned, and all that it is planned with.
+
+    fn, args, kwargs   the call; its tensors have their global shapes
+    request            the arguments of `shard` or `compile`
+    context, algo      the options in force
+    processes          how many a launcher started; None in simulation
+    parameters         the layouts that parameters have already
+    inputs             the layouts of the inputs that are DTensors
+    values             where to find the values that the function asks for
+    late               the answers to the first questions that it asks late
+    memory             the bytes that each device has; None: those of the profile
+    inference          no gradient is taken
+    advised            where nothing fits, what would do is looked for
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    request: Request
+    context: ParallelContext
+    algo: AlgoParameters
+    processes: int | None = None
+    parameters: Mapping[str, Layout] = field(default_factory=dict)
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    values: Values | None = None
+    late: tuple[Answer, ...] = ()
+    memory: float | None = None
+    inference: bool = False
+    advised: bool = True
+    numbers: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What is called, for people."""
+        return f"{name_of(self.fn)}.forward" if isinstance(self.fn, torch.nn.Module) else name_of(self.fn)
+
+    @property
+    def given_mesh(self) -> Mesh | None:
+        """The mesh of the call, where one is given: islands inside are traced on it."""
+        layouts = (*self.inputs.values(), *self.parameters.values())
+        meshes = [
+            self.request.own_mesh, *(plan.mesh for plan in self.request.plans), *(layout.mesh for layout in layouts)
+        ]  # fmt: skip
+        return next((mesh for mesh in meshes if mesh is not None), None)
+
+
+def captured_call(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Captured:
+    """The capture of a call: by way of one for all sizes, or from disk, or made now."""
+
+    def capture() -> Captured:
+        found = sizes and sizes.captured(
+            call.args, call.kwargs, kept.capturing, functools.partial(capture_sizes, call)
+        )  # fmt: skip
+        return found or capture_call(call, kept)
+
+    folder = cache_folder(call.context.compile_cache_path) if call.context.enable_compile_cache else None
+    if folder is None or call.late or call.numbers or kept.hears or (sizes is not None and sizes.known):
+        return capture()
+    options = (
+        replace(call.request, plan=None), call.given_mesh, text_of(rules()), call.context.batch_norm_parts,
+        call.context.random_numbers,
+    )  # fmt: skip
+    return fetch_capture(folder, call.fn, flatten_call(call.fn, call.args, call.kwargs), options, capture)
+
+
+def capture_call(call: CallInputs, record: Record) -> Captured:
+    """The graph of a call. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
+    fn, state, effects = call.fn, *_before_capture(call)
+    with _around_capture(call, effects):
+        options = _capture_options(call, state)
+        if call.numbers:
+            graph = capture_counting(
+                fn, call.args, call.kwargs, call.numbers, options, effects, record.capturing
+            )  # fmt: skip
+        else:
+            graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
+    effects.check(graph.constants)
+    return Captured(graph, _after_capture(fn, state, effects, graph.hooks, graph.read), effects)
+
+
+def capture_sizes(call: CallInputs, dims: Dims) -> tuple[AnySize, CaptureOptions, State, Effects]:
+    """The function of a call for all sizes of `dims`, the options of the capture, and what a Captured has beside its
+    graph. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
+    fn, state, effects = call.fn, *_before_capture(call)
+    with _around_capture(call, effects):
+        options = _capture_options(call, state)
+        captured = capture_any_size(fn, call.args, call.kwargs, dims, not state.reached.asks.memory, options, effects)
+    traced, hooks = captured.traced, captured.attempt.hooks.called()
+    effects.check(traced.constants)
+    return captured, options, _after_capture(fn, state, effects, hooks, tuple(traced.read)), effects
+
+
+def _before_capture(call: CallInputs) -> tuple[State, Effects]:
+    state = State(call.fn)
+    warn_of_unwatched(call.fn, state)
+    return state, Effects(call.fn, state)
+
+
+@contextlib.contextmanager
+def _around_capture(call: CallInputs, effects: Effects) -> Iterator[None]:
+    with (
+        own_saved_tensors(), constrained_modules(call.fn, call.request), on_mesh(call.given_mesh),
+        afterwards(effects.finish),
+    ):  # fmt: skip
+        yield
+
+
+def _capture_options(call: CallInputs, state: State) -> CaptureOptions:
+    context, gradients = call.context, torch.is_grad_enabled() or not state.reached.asks.gradients
+    return CaptureOptions(
+        context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late, returns_given=True
+    )
+
+
+def _after_capture(
+    fn: Callable[..., Any], state: State, effects: Effects, hooks: CalledHooks, read: tuple[torch.Tensor, ...]
+) -> State:
+    """What a captured function depends on: `state`, as it is now that hooks may have been added."""
+    observers = frozenset(map(id, hooks.observers))
+    if effects.kept or observers or read or not state.holds():
+        return State(fn, observers, effects.kept, read)
+    return state
+
+
+def in_inference(fn: Callable[..., Any], request: Request) -> bool:
+    """Whether no gradient is taken of a call of `fn` here and now: the request says so, or torch.inference_mode, or
+    torch.no_grad with a module in evaluation. (Without gradients, but in training, a call runs as the others do.)"""
+    if request.inference or torch.is_inference_mode_enabled():
+        return True
+    if torch.is_grad_enabled() or not isinstance(fn, torch.nn.Module):
+        return False
+    return not any(module.training for module in fn.modules())

@@ -1,0 +1,396 @@
+"""The passes in order: from a captured call to the program that every rank runs.
+
+    annotate ─▶ formulate ─▶ search ─▶ lower ─▶ make_plan      differentiate ─▶ recompute ─▶ ... ─▶ separate ─▶ fuse
+    └──────────────────── PLANNING ──────────────────────┘     └──────────────────── STEP ────────────────┘
+
+A pass is a row of one of two tables, `PLANNING` and `STEP`. It reads a draft, which is frozen, and gives one value that
+can be printed; the draft with that value is what the next pass reads. A pass asks nothing but its draft, so the same
+draft always makes the same plan. Whoever wants to watch (`verified`, `timed`) stands around each pass: see `Around`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+
+from partway.annotations.annotate import Annotations, annotate
+from partway.compiler.plan_inputs import PlanInputs
+from partway.compiler.planning_log import stage
+from partway.fusion.by_size import AUTO_MB
+from partway.fusion.members import MB
+from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
+from partway.fusion.program import Program, make_program
+from partway.options.fields import ParallelMode
+from partway.propagation.capture.resting_hooks import none_of_all_modules
+from partway.propagation.cost.cost import WEIGHTS, Level
+from partway.propagation.cost.profile import DeviceProfile
+from partway.propagation.graph.graph import verify
+from partway.propagation.graph.queries import differentiated
+from partway.propagation.plan.make import make_plan
+from partway.propagation.plan.plan import Plan
+from partway.propagation.plan.replay import follow, replay
+from partway.propagation.problem.formulate import formulate
+from partway.propagation.problem.problem import SearchProblem, Settings
+from partway.propagation.program.accumulate import Accumulation, accumulation
+from partway.propagation.program.apart import of_outputs
+from partway.propagation.program.derivative import differentiate_again
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.local_program import LocalProgram, verify_program
+from partway.propagation.program.lower import lower
+from partway.propagation.program.precision import reduce_in_float32
+from partway.propagation.program.recompute import checkpointed, planned, recompute, within_others
+from partway.propagation.program.step import Step, scale_parameter_gradients
+from partway.propagation.search.search import SEARCHES, find, search
+from partway.propagation.search.solution import Solution, verify_solution
+from partway.strategy import Mesh, StrategyError
+from partway.strategy.afterwards import uncollected
+
+RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
+GROUP_SHARE = 0.01  # of a memory limit: the most that a group of collectives is by itself
+_LATER: Any = None  # what a pass has yet to make
+
+
+@dataclass(frozen=True)
+class PlanDraft:
+    """A plan of `inputs` on `mesh` in the making. `below`: what a plan on another mesh costs; a dearer one is of no
+    use. `found`: what the search mode finds by itself, where that was asked. The other fields are made by the passes of
+    PLANNING."""
+
+    inputs: PlanInputs
+    mesh: Mesh
+    settings: Settings
+    below: float = math.inf
+    found: Solution | None = None
+    annotations: Annotations = _LATER
+    problem: SearchProblem = _LATER
+    solution: Solution = _LATER
+    local: LocalProgram = _LATER
+    plan: Plan = _LATER
+
+
+@dataclass(frozen=True)
+class StepDraft:
+    """The step of a plan in the making: its backward starts from the outputs marked in `wanted`. `planned` are those
+    that the plan has a backward of. The other fields are made by the passes of STEP."""
+
+    inputs: PlanInputs
+    local: LocalProgram
+    parts: int
+    planned: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    step: Step = _LATER
+    program: Program = _LATER
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is kept of a plan: the program of one rank, the plan that people read, and into how many parts the batch is
+    split."""
+
+    local: LocalProgram
+    plan: Plan
+    parts: int
+
+
+D = TypeVar("D", PlanDraft, StepDraft)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass: the value that `run` makes of a draft becomes the draft's field `makes`. `check` raises VerifyError where
+    a draft that has it is malformed."""
+
+    name: str
+    makes: str
+    run: Callable[[Any], Any]
+    check: Callable[[Any], object] = id
+
+
+Around = Callable[[Pass, D], D]
+
+
+def applied(each: Pass, draft: D) -> D:
+    """`draft` after the pass `each`."""
+    return replace(draft, **{each.makes: each.run(draft)})
+
+
+def verified(each: Pass, draft: D) -> D:
+    """As `applied`, and raises VerifyError where the pass made what is malformed."""
+    draft = applied(each, draft)
+    each.check(draft)
+    return draft
+
+
+def timed(
+    seconds: dict[str, float], around: Around[D] = applied, clock: Callable[[], float] = time.perf_counter
+) -> Around[D]:
+    """As `around`, and adds to `seconds`, by the names of passes, how long each took by `clock`."""
+
+    def timing(each: Pass, draft: D) -> D:
+        start = clock()
+        try:
+            return around(each, draft)
+        finally:
+            seconds[each.name] = seconds.get(each.name, 0.0) + clock() - start
+
+    return timing
+
+
+def run(passes: Iterable[Pass], draft: D, around: Around[D] = applied) -> D:
+    """`draft` after all of `passes`, each of which `around` runs."""
+    for each in passes:
+        with stage(each.name):
+            draft = around(each, draft)
+    return draft
+
+
+# -- From a graph to a plan
+
+
+def _formulate(draft: PlanDraft) -> SearchProblem:
+    notes = draft.annotations
+    return formulate(draft.inputs.graph, draft.settings, notes.allowed, notes.as_it_lies)
+
+
+def _search(draft: PlanDraft) -> Solution:
+    inputs = draft.inputs
+    if inputs.replayed is not None:
+        return replay(draft.problem, inputs.replayed)
+    if inputs.followed is not None:
+        return follow(draft.problem, inputs.followed)
+    return search(draft.problem, inputs.context.search_mode, draft.below, draft.found)
+
+
+def _make_plan(draft: PlanDraft) -> Plan:
+    mode, written = draft.inputs.context.search_mode, draft.annotations.written
+    return make_plan(draft.problem, draft.solution, draft.local, mode, written)
+
+
+ANNOTATING = (Pass("annotate", "annotations", lambda draft: annotate(draft.inputs, draft.mesh)),)
+SEARCHING = (
+    Pass("formulate", "problem", _formulate),
+    Pass("search", "solution", _search, lambda draft: verify_solution(draft.problem, draft.solution)),
+)
+FINDING = Pass("search", "found", lambda draft: find(draft.problem, draft.inputs.context.search_mode))
+LOWERING = (
+    Pass(
+        "lower", "local", lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
+        lambda draft: verify_program(draft.local),
+    ),
+    Pass("make_plan", "plan", _make_plan, lambda draft: verify(draft.inputs.graph)),  # no pass has changed it
+)  # fmt: skip
+PLANNING = (*ANNOTATING, *SEARCHING, *LOWERING)
+
+
+def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around[PlanDraft] = applied) -> Planned:
+    """The plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError where annotations cannot be met, or
+    memory does not suffice."""
+    with uncollected():
+        return lowered(search_on_mesh(inputs, mesh, math.inf, around), around)
+
+
+@uncollected()
+def search_on_cheapest_mesh(
+    inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft] = applied
+) -> PlanDraft:
+    """The draft, up to its solution, of the cheapest plan on any of `meshes`, on the first of them that has it. A mesh
+    on which an annotation cannot be met is passed over; raises the first one's StrategyError where that is so on all.
+    """
+    best: PlanDraft | None = None
+    refused: StrategyError | None = None
+    for start in _starts(inputs, meshes, around):
+        try:
+            draft = _searched(replace(start, below=best.solution.cost if best else math.inf), around)
+        except StrategyError as error:
+            refused = refused or error
+            continue
+        if best is None or draft.solution.cost < best.solution.cost * (1 - 1e-9):
+            best = draft
+    if best is None:
+        assert refused is not None
+        raise refused
+    return replace(best, below=math.inf, found=None)  # whoever searches on from here has no other mesh in mind
+
+
+def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft]) -> Sequence[PlanDraft]:
+    """The drafts on `meshes`. In a mode that finds plans quickly these are found, and the cheapest comes first: what
+    takes longer, the bound and the fates, is then asked for on one mesh."""
+    starts = [PlanDraft(inputs, mesh, settings_of(inputs, mesh)) for mesh in meshes]
+    given = inputs.replayed is not None or inputs.followed is not None
+    if len(starts) == 1 or given or SEARCHES[inputs.context.search_mode].exact:
+        return starts
+    for i, start in enumerate(starts):
+        with contextlib.suppress(StrategyError):
+            starts[i] = run((*ANNOTATING, *SEARCHING[:1], FINDING), start, around)
+    costs = {start.mesh: f"{start.found.cost:.9e}" if start.found else "inf" for start in starts}  # equal but for noise
+    return sorted(starts, key=lambda start: float(costs[start.mesh]))
+
+
+def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around[PlanDraft] = applied) -> PlanDraft:
+    """The draft of a plan on `mesh` up to its solution. The search is repeated with other settings where an operator
+    cannot run on its part of the batch."""
+    return _searched(PlanDraft(inputs, mesh, settings_of(inputs, mesh), below), around)
+
+
+def _searched(draft: PlanDraft, around: Around[PlanDraft]) -> PlanDraft:
+    if draft.found is not None:
+        return run(SEARCHING[1:], draft, around)
+    draft = run(ANNOTATING, draft, around)
+    try:
+        draft = run(SEARCHING, draft, around)
+    except StrategyError:
+        if not draft.settings.stay_split:
+            raise
+        # an operator cannot run on its part of the batch: its operands are gathered
+        draft = run(SEARCHING, replace(draft, settings=replace(draft.settings, stay_split=False)), around)
+    return draft
+
+
+def lowered(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Planned:
+    """The plan of a draft that has its solution, and the program of one rank."""
+    with uncollected(), none_of_all_modules():
+        draft = run(LOWERING, draft, around)
+    return Planned(draft.local, draft.plan, draft.annotations.parts)
+
+
+def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
+    """What the search needs to know of the options, and of the rules that users wrote."""
+    context, algo = inputs.context, inputs.algo
+    modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
+    threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
+    return Settings(
+        mesh=mesh,
+        profile=inputs.profile,
+        weights=WEIGHTS[Level(inputs.request.level)],
+        fully_use_devices=algo.fully_use_devices,
+        batch_by_default=context.mode_was_set and context.parallel_mode in modes,
+        stay_split=context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL,
+        elementwise_follow=algo.elementwise_op_strategy_follow,
+        keep_cheapest=math.ceil(min(1 / algo.algo_approxi_epsilon, 1e18)) if algo.enable_algo_approxi else None,
+        slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
+        shard_parameters=threshold if context.enable_parallel_optimizer else None,
+        optimizer_states=algo.optimizer_states,
+        memory_limit=memory_limit(algo.memory_limit, inputs.profile),
+        recompute=algo.recompute,
+        regather=context.reshard_after_forward,
+        on_unknown_op=context.on_unknown_op,
+        rules=inputs.rules,
+    )
+
+
+def memory_limit(asked: float | None, profile: DeviceProfile) -> float | None:
+    """The bytes that a plan may hold on a device: those that a person asked for, or what the device has, less what is
+    reserved. None: any number, which is asked for as inf."""
+    if asked is None:
+        return profile.memory * (1 - RESERVED)
+    return None if math.isinf(asked) else asked
+
+
+# -- From a plan to a step
+
+
+def _differentiate(draft: StepDraft) -> Step:
+    """With the backward of every output that the plan has one of, if those that are wanted can be separated from it."""
+    return differentiate(draft.local, draft.planned if _is_separable(draft) else draft.wanted)
+
+
+def _is_separable(draft: StepDraft) -> bool:
+    """Whether the wanted outputs are some of those that the plan has a backward of."""
+    pairs = zip(draft.wanted, draft.planned, strict=True)
+    return (
+        any(draft.wanted) and draft.wanted != draft.planned and all(planned or not wanted for wanted, planned in pairs)
+    )
+
+
+def _recompute(draft: StepDraft) -> Step:
+    return recompute(draft.step, checkpointed(draft.step) | planned(draft.step))
+
+
+def _reduce_in_float32(draft: StepDraft) -> Step:
+    return reduce_in_float32(draft.step) if draft.inputs.context.gradient_fp32_sync else draft.step
+
+
+def _scale_gradients(draft: StepDraft) -> Step:
+    mean = draft.inputs.context.gradients_mean
+    return draft.step if mean else scale_parameter_gradients(draft.step, draft.parts)
+
+
+def _separate(draft: StepDraft) -> Step:
+    return of_outputs(draft.step, draft.wanted) if _is_separable(draft) else draft.step
+
+
+def _fuse(draft: StepDraft) -> Program:
+    policies = small_groups(draft.inputs.context.fusion_policies, draft.inputs.algo.memory_limit)
+    return make_program(draft.step, policies, draft.inputs.profile)
+
+
+def small_groups(policies: FusionPolicies, limit: float | None) -> FusionPolicies:
+    """`policies` of which auto makes groups of no more than a hundredth of the memory limit that a person set: two
+    groups of weights, and what is sent of them, are there beside what the plan counts."""
+    if limit is None or limit * GROUP_SHARE >= AUTO_MB * MB:
+        return policies
+    small = Fusion(FusionMode.SIZE, max(1, int(limit * GROUP_SHARE / MB)))
+    automatic = [field.name for field in fields(policies) if _is_auto(getattr(policies, field.name))]
+    return replace(policies, **dict.fromkeys(automatic, small))
+
+
+def _is_auto(fusion: Fusion | None) -> bool:
+    return fusion is not None and fusion.mode is FusionMode.AUTO
+
+
+DIFFERENTIATING = (
+    Pass("differentiate", "step", _differentiate),
+    Pass("recompute", "step", _recompute),
+    Pass("recompute_within_others", "step", lambda draft: recompute(*within_others(draft.step))),
+    Pass("reduce_in_float32", "step", _reduce_in_float32),
+    Pass("scale_gradients", "step", _scale_gradients),
+    Pass("separate", "step", _separate),
+)
+DIFFERENTIATING_AGAIN = (
+    Pass("differentiate_again", "step", lambda draft: differentiate_again(draft.local, draft.wanted)),
+    *(step for step in DIFFERENTIATING if step.name in ("reduce_in_float32", "scale_gradients")),
+)
+FUSING = (Pass("fuse", "program", _fuse),)
+STEP = (*DIFFERENTIATING, *FUSING)
+
+
+def make_step(
+    inputs: PlanInputs, planned: Planned, wanted: tuple[bool, ...], around: Around[StepDraft] = applied
+) -> StepDraft:
+    """The draft of the step of a plan whose backward starts from the outputs marked in `wanted`, up to its fusion."""
+    draft = StepDraft(inputs, planned.local, planned.parts, differentiated(inputs.graph), wanted)
+    with own_saved_tensors(), uncollected(), none_of_all_modules():
+        return run(DIFFERENTIATING, draft, around)
+
+
+def make_step_again(inputs: PlanInputs, local: LocalProgram, parts: int, wanted: tuple[bool, ...]) -> Step:
+    """The step of `local`, whose outputs marked in `wanted` are differentiated more than once, up to its fusion."""
+    draft = StepDraft(inputs, local, parts, wanted, wanted)
+    with own_saved_tensors(), uncollected(), none_of_all_modules():
+        return run(DIFFERENTIATING_AGAIN, draft, applied).step
+
+
+def fused(draft: StepDraft, around: Around[StepDraft] = applied) -> Program:
+    """The program of a draft that has its step."""
+    with uncollected():
+        return run(FUSING, draft, around).program
+
+
+def accumulated(draft: StepDraft, around: Around[StepDraft] = applied) -> Accumulation | None:
+    """The backwards of a draft that has its step, with reductions that wait, or None if no gradient can wait."""
+    parts = accumulation(draft.step)
+    if parts is None:
+        return None
+    last, rest = (fused(replace(draft, step=step), around).step for step in (parts.last, parts.rest))
+    return replace(parts, last=last, rest=rest)
+
+
+def own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
+    """Keeps the caller's hooks, as those of activation checkpointing, off what is only traced."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

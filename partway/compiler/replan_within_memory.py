@@ -1,0 +1,107 @@
+"""The plan of a search whose step keeps to the memory limit.
+
+What a step holds beside what the search counts - groups of collectives under way, most of all - is known once the step
+is made. So near the limit the step is made, and what it holds is read off its graphs; where that is too much, the
+search is done again, and told at which operators that is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from partway.compiler.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
+from partway.fusion.program import Program
+from partway.propagation.cost.conversion import Floats
+from partway.propagation.graph.origins import computed_again, operator_of
+from partway.propagation.graph.queries import differentiated
+from partway.propagation.plan.data import Memory
+from partway.propagation.plan.plan import Plan
+from partway.propagation.program.step import Step
+from partway.runtime.peak import moments, peak
+from partway.strategy.errors import DoesNotFitError
+
+NEAR = 0.9  # of the limit: from there on what the search counts may be too little
+TRIES = 6  # searches of which each knows of more that is held than the one before
+AT_OPERATORS = 3  # of these the first, in which that is known of the operators at which it is held; then of all
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan, and the draft with the solution that it was made of."""
+
+    draft: PlanDraft
+    planned: Planned
+
+
+def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
+    """The plan of a draft that has its solution, or of another search with less room where the step of the plan would
+    hold more than the limit. A plan that was given is as it is. Raises DoesNotFitError where no search finds one."""
+    first, planned = draft, lowered(draft, around)
+    limit, least = draft.settings.memory_limit, math.inf
+    if limit is None or planned.plan.memory.total < NEAR * limit:
+        return Fitted(draft, planned)
+    for tried in range(TRIES):
+        step = program_of(draft, planned).step
+        memory = memory_of(planned.plan, step)
+        least = min(least, memory.total)
+        if memory.total <= limit or draft.inputs.replayed is not None:
+            return Fitted(draft, replace(planned, plan=planned.plan.holding(memory)))
+        beside = _beside(draft, planned.plan, step)
+        if tried >= AT_OPERATORS:
+            beside += memory.total - limit
+        try:
+            draft = _searched_again(draft, first, beside, around)
+        except DoesNotFitError as error:
+            raise error.changed(min(error.least, least), limit) from None
+        planned = lowered(draft, around)
+    raise DoesNotFitError(f"on the mesh {draft.mesh}", least, limit, str(memory))
+
+
+def program_of(draft: PlanDraft, planned: Planned) -> Program:
+    """The program of the plan that was made of a draft, with the backward of all that has one."""
+    with torch.inference_mode(False):  # which would record no gradients
+        return fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph)))
+
+
+def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: Around[PlanDraft]) -> PlanDraft:
+    """`draft` searched again, now that it is known what its step holds `beside`. What plans cost at least with more
+    room they cost with less."""
+    problem = draft.problem
+    known = beside if problem.beside is None else np.maximum(problem.beside, beside)
+    draft = run(SEARCHING[1:], replace(draft, problem=replace(problem, beside=known)), around)
+    bound = min(first.solution.bound, draft.solution.cost)
+    return replace(draft, solution=replace(draft.solution, bound=bound, binding=True))
+
+
+def memory_of(plan: Plan, step: Step) -> Memory:
+    """What a rank holds at the peak of the step of a plan, as its graphs have it."""
+    at, known = peak(step), plan.memory
+    return Memory(
+        parameters=known.parameters, optimizer=known.optimizer, inputs=known.inputs, gradients=at.gradients,
+        activations=at.kept, again=at.again, working=at.held - at.gradients - at.kept - at.again, phase=at.phase,
+        at=operator_of(at.node) or at.node.name,
+    )  # fmt: skip
+
+
+def _beside(draft: PlanDraft, plan: Plan, step: Step) -> Floats:
+    """Bytes that a rank holds in the forward or backward of each vertex beside what the search has counted."""
+    always = plan.memory.parameters + plan.memory.optimizer + plan.memory.inputs
+    held: dict[str, float] = {}
+    name, most = "", 0.0
+    for moment in moments(step):
+        most = max(most, always + moment.held)
+        again = moment.phase == "backward" and computed_again(moment.node)
+        if again or not operator_of(moment.node):  # it counts for what comes next, as groups of collectives do
+            continue
+        name = operator_of(moment.node)
+        held[name], most = max(held.get(name, 0.0), most), 0.0
+    held[name] = max(held.get(name, 0.0), most)
+    counted = draft.solution.held
+    assert counted is not None
+    of_vertices = np.array([held.get(vertex.name, 0.0) for vertex in draft.problem.vertices])
+    beside: Floats = np.maximum(of_vertices - np.maximum(counted.total, counted.forward), 0.0)
+    return beside

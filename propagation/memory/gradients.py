@@ -1,0 +1,128 @@
+"""The memory of the gradients of values, and how long it is there: as intervals of the vertices.
+
+Three operators in a row, 1 to 3, whose results take 4 bytes each. The gradient of 1's result is there while the
+backward is at 2, which makes it, and at 1, which reads it; that of 2's result at 3 and 2. So 8 bytes are
+there at 2. If 2 is a view both gradients are one memory of 4 bytes, which is there from 3 to 1.
+
+The backward goes from the last vertex to the first. The gradient of a value is there from the last of its readers on,
+which makes the first addend, until the value's producer has read it. Further addends are added as they come.
+
+A gradient often takes no memory of its own. A view, a hub and an addition pass on the one that they got; and of most
+elementwise operators the runtime writes a gradient over that of the result, if nobody else reads it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..problem.problem import VertexKind
+from .keeping import Converted, KeepProblem
+
+_aten = torch.ops.aten
+_ADD = _aten.add.Tensor
+
+# Operators whose backward is one that the runtime may have write over the gradient of the result.
+_IN_PLACE = {
+    _aten.div.Scalar, _aten.div.Tensor, _aten.gelu.default, _aten.mul.Scalar, _aten.mul.Tensor, _aten.neg.default,
+    _aten.relu.default, _aten.sub.Tensor, _aten.tanh.default,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Gradient:
+    """Bytes that are there while the backward goes from vertex `start` to vertex `end`, which stands before it.
+
+    own   of one value alone, so that it may be written over
+    """
+
+    size: float
+    start: int
+    end: int
+    own: bool = True
+
+
+def gradients(problem: KeepProblem, found: Sequence[Converted]) -> list[Gradient]:
+    """The gradients of values, those of parameters aside; `found`: the conversion of each edge."""
+    return _Backward(problem, found).run()
+
+
+class _Backward:
+    def __init__(self, problem: KeepProblem, found: Sequence[Converted]) -> None:
+        self.p, self.found = problem, found
+        self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
+        self.made: list[Gradient] = []
+        self.of: list[dict[int, Gradient]] = [{} for _ in self.vertices]  # of each vertex those of its results
+        self.leaving: list[list[int]] = [[] for _ in self.vertices]  # the edges to a vertex's readers, the last first
+        for number in sorted(range(len(self.edges)), key=lambda n: -self.edges[n].consumer):
+            edge = self.edges[number]
+            reads = self.vertices[edge.consumer].kind is not VertexKind.OUTPUT
+            if reads and edge.value in problem.problem.tensors.flows:
+                self.leaving[edge.producer].append(number)
+        self.waiting = Counter(self.edges[n].consumer for numbers in self.leaving for n in numbers)
+
+    def run(self) -> list[Gradient]:
+        """Go through the backward."""
+        for i in reversed(range(len(self.vertices))):
+            for number in self.leaving[i]:
+                self._arrive(i, number)
+            for gradient in self.of[i].values():
+                gradient.end = i
+        return self.made
+
+    def _arrive(self, i: int, number: int) -> None:
+        """Along edge `number` vertex i gets an addend of the gradient of a result."""
+        edge, conversion = self.edges[number], self.found[number]
+        reader, result = edge.consumer, edge.result
+        own = self._of_result(reader)
+        if conversion.moves and conversion.before != conversion.after:
+            self._new(conversion.after, reader)
+        if own is not None and self._multiplies(reader) and conversion.after < own.size:
+            self._new(own.size, reader)  # a product as large as the result, which is summed
+        if self.vertices[i].kind is VertexKind.INPUT:
+            return
+        addend = None
+        if own is not None and not conversion.moves and own.size == conversion.before:
+            addend = self._passed(reader, own)
+        addend = addend or self._new(conversion.before, reader)
+        before = self.of[i].get(result)
+        self.of[i][result] = addend if before is None else self._sum(before, addend, reader)
+
+    def _multiplies(self, i: int) -> bool:
+        return self.vertices[i].kind is VertexKind.OPERATOR and self.vertices[i].node.target is _aten.mul.Tensor
+
+    def _new(self, size: float, at: int) -> Gradient:
+        self.made.append(Gradient(size, at, at))
+        return self.made[-1]
+
+    def _of_result(self, i: int) -> Gradient | None:
+        """The gradient of what vertex i gives, if it gives one tensor."""
+        return next(iter(self.of[i].values())) if len(self.of[i]) == 1 else None
+
+    def _passed(self, reader: int, own: Gradient) -> Gradient | None:
+        """The gradient of a reader's result as that of an operand, if it takes no other memory."""
+        vertex = self.vertices[reader]
+        alone = self.waiting[reader] == 1
+        if vertex.kind is VertexKind.HUB or self.p.facts[reader].view or vertex.node.target is _ADD:
+            own.own = own.own and alone
+            return own
+        if own.own and vertex.node.target in _IN_PLACE and self._takes(reader):
+            return own
+        return None
+
+    def _takes(self, reader: int) -> bool:
+        """Whether no other operand of the reader has the memory of its result's gradient yet."""
+        self.waiting[reader], taken = 0, self.waiting[reader] == 0
+        return not taken
+
+    def _sum(self, one: Gradient, other: Gradient, at: int) -> Gradient:
+        """The sum of two addends of which the second is made at vertex `at`; in the memory of one, if it may be."""
+        one.end = min(one.end, at)
+        if one is not other:
+            for addend in (other, one):
+                if addend.own:
+                    return addend
+        return self._new(one.size, at)

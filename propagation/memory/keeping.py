@@ -1,0 +1,515 @@
+"""What is kept for the backward, what is computed again, and what that costs: part of every choice.
+
+Three operators in a row, of which the second takes 3 s and makes 100 bytes that the backward reads; the result of the
+first is kept. At a price p of a byte between the forward and the backward the second costs 100 p if it is kept and 3 if
+it is computed again: at p = 0.02 it is kept, for 2; at p = 0.05 it is computed again, for 3 and not 5. A result that
+nothing reads is gone, and costs nothing.
+
+An option of a vertex is joined by a fate of its results:
+
+    KEPT    they stay until the backward has read them: bytes
+    AGAIN   the backward computes them again: the seconds of one more forward. What they are computed of must be there
+            then, kept or computed again
+    GONE    nothing in the backward reads them
+
+and a tensor that is converted for a reader in the backward is converted again (the collective runs once more), or kept
+as it was converted. All of that involves no more than the two ends of an edge, so the problem stays as thin as it is.
+
+Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
+holds the parameters and what the optimizer keeps of them, what stretches up to s keep, what s computes again, and the
+gradients of parameters that s and the stretches behind it read; and the operator that runs has its operands and its
+results. A byte may have another price at each of these times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from ..cost.conversion import Codes, Floats, once_more
+from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
+from ..graph.port import Role
+from ..graph.queries import recomputed
+from ..minsum.network import Costs, among
+from ..ops.random_numbers import draw
+from ..problem.numbers import restricted
+from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
+from ..torch_internals import OpOverload
+from .needs import NOTHING, Needs
+from .stretches import at_hand, stretches_of
+
+FREE = 1e-3  # what a second of something that is free to have again weighs
+CHEAP = 16.0 * FREE  # so many passes over a value may be made to have it again for free
+
+
+class Fate(IntEnum):
+    """What becomes of the results of a vertex after the forward."""
+
+    KEPT = 0
+    AGAIN = 1
+    GONE = 2
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The fates of one plan.
+
+    fates   of each vertex
+    again   of each edge whether its conversion runs once more in the backward
+    kept    of each edge whether what it is converted to is kept
+    cost    what computing operators again costs, as the search weighs it, but for what is free
+    """
+
+    fates: tuple[Fate, ...]
+    again: tuple[bool, ...]
+    kept: tuple[bool, ...]
+    cost: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A choice with its fates, what it costs, and the bytes that one device holds while each vertex runs, as the prices
+    count them. `prices`: at each vertex what a byte costs that is kept until the backward comes by."""
+
+    choice: tuple[int, ...]
+    keeping: Keeping
+    cost: float
+    held: Floats
+    prices: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """One conversion of an edge: what it costs once and if it runs again, the bytes before and after it, whether it
+    sends anything, and whether it does nothing."""
+
+    once: float
+    twice: float
+    before: float
+    after: float
+    moves: bool
+    same: bool
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the fates of one vertex may be, and what they come to.
+
+    fates     those that it may have
+    free      to have it again costs next to nothing
+    read      the backward reads its results, so that they stay for a while when they are computed again
+    own       its own backward reads them
+    view      they lie in the memory of an operand
+    beside    bytes that its forward keeps for its own backward, on one device
+    """
+
+    fates: tuple[Fate, ...]
+    free: bool
+    read: bool
+    own: bool
+    view: bool
+    beside: float
+
+
+@dataclass(frozen=True, eq=False)
+class KeepProblem:
+    """A search problem in which every option has its fates.
+
+    stretches   the stretch of each vertex
+    facts       what each vertex may do
+    reads       of each edge whether the backward of its consumer reads its tensor
+    at_hand     the inputs, and hubs of inputs
+    barred      of each edge whether its conversion may not run again, and whether what it gives may not be kept
+    rows        of each vertex the options that `problem` has, by number in the whole problem; None: all of them
+    """
+
+    problem: SearchProblem
+    stretches: tuple[int, ...]
+    facts: tuple[_Facts, ...]
+    reads: tuple[bool, ...]
+    at_hand: tuple[bool, ...]
+    barred: tuple[tuple[bool, bool], ...] = field(repr=False)
+    rows: tuple[Codes, ...] | None = field(default=None, repr=False)
+    _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
+    _columns: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def converted(self, edge: Edge, choice: Sequence[int]) -> Converted:
+        """The conversion of an edge under the strategies of `choice`."""
+        rows, columns = edge.codes(self.problem.vertices)
+        key = id(edge.table), int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
+        if key not in self._known:
+            _, here, there = key
+            once = float(edge.table.rows([here])[0, there])
+            twice = float(once_more(edge.table).rows([here])[0, there])
+            held = edge.table.held
+            moves = bool(moving(once, twice))
+            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), moves, here == there)
+        return self._known[key]
+
+    @property
+    def count(self) -> int:
+        """How many stretches there are."""
+        return max(self.stretches, default=0) + 1
+
+    def at(self, choice: tuple[int, ...]) -> KeepProblem:
+        """This problem, which is whole, with the strategies of `choice`: only fates are left to choose."""
+        rows = {c: np.array([c]) for c in set(choice)}
+        return self.among([rows[c] for c in choice])
+
+    def among(self, rows: list[Codes]) -> KeepProblem:
+        """This problem, which is whole, with some options of each vertex, by number."""
+        only = restricted(self.problem, rows)
+        return replace(self, problem=only, rows=tuple(rows), _known={}, _columns={})
+
+    def original(self, choice: tuple[int, ...]) -> tuple[int, ...]:
+        """A choice by its numbers in the whole problem."""
+        if self.rows is None:
+            return choice
+        return tuple(int(rows[c]) for rows, c in zip(self.rows, choice, strict=True))
+
+    # -- as numbers
+
+    def costs(self, at: Floats, between: float = 0.0) -> Costs:
+        """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs,
+        and one for a byte that is held `between` the forward and the backward."""
+        prices = self._by_stretch(at)
+        later, earlier = _until(prices) + between, np.cumsum(prices)
+        shared: dict[object, Floats] = {}
+        unary = []
+        for i, vertex in enumerate(self.problem.vertices):
+            facts, s = self.facts[i], self.stretches[i]
+            alike: object = (id(vertex.options), facts, later[s], prices[s], earlier[s], at[i])
+            if alike not in shared:
+                alone = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
+                work = np.tile(at[i] * self._work(i), len(facts.fates)) if at[i] else 0.0
+                shared[alike] = alone + work
+            unary.append(shared[alike])
+        edges: dict[tuple[int, int], list[tuple[int, object]]] = {}
+        for number, edge in enumerate(self.problem.edges):
+            a, b, s = edge.producer, edge.consumer, self.stretches[edge.consumer]
+            near = not self._crosses(edge) or self.at_hand[a]
+            structure = (
+                id(edge.table), id(self.problem.vertices[a].options), id(self.problem.vertices[b].options), edge.result,
+                edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number], near,
+                self._is_hub(b), later[s], prices[s], at[b],
+            )  # fmt: skip
+            edges.setdefault((a, b), []).append((number, structure))
+        pairs = {}
+        for ends, parallel in edges.items():
+            alike = tuple(structure for _, structure in parallel)
+            if alike not in shared:
+                s = self.stretches[ends[1]]
+                every = [self._between(number, later[s], prices[s], at[ends[1]]) for number, _ in parallel]
+                shared[alike] = every[0] if len(every) == 1 else np.sum(every, axis=0)
+            pairs[ends] = shared[alike]
+        return Costs(tuple(unary), pairs)
+
+    def _once(self, i: int, make: Callable[[int], Any]) -> Any:
+        """What `make` gives of vertex i; vertices that are alike share it."""
+        vertex = self.problem.vertices[i]
+        key = (
+            make.__name__,
+            id(vertex.options),
+            self.facts[i],
+            vertex.port and (vertex.port.role, vertex.port.requires_grad),
+        )
+        if key not in self._columns:
+            self._columns[key] = make(i)
+        return self._columns[key]
+
+    def numbers(self, choice: Sequence[int], fates: Sequence[Fate]) -> tuple[int, ...]:
+        """The numbers of options of the whole problem with these fates; of one that is not here that of the first, and
+        so of a fate that a vertex may not have."""
+        if self.rows is not None:
+            choice = among(self.rows, choice)
+        places = [f.fates.index(fate) if fate in f.fates else 0 for f, fate in zip(self.facts, fates, strict=True)]
+        sizes = [len(vertex.options) for vertex in self.problem.vertices]
+        return tuple(place * size + c for place, size, c in zip(places, sizes, choice, strict=True))
+
+    def _by_stretch(self, at: Floats) -> Floats:
+        prices: Floats = np.bincount(np.array(self.stretches, dtype=np.intp), weights=at, minlength=self.count).astype(
+            np.float64
+        )
+        return prices
+
+    def _work(self, i: int) -> Floats:
+        """The bytes of an operator's operands and results under each option: with their gradients it works."""
+        options = self.problem.vertices[i].options
+        if self.problem.vertices[i].kind is not VertexKind.OPERATOR or self.facts[i].view:
+            nothing: Floats = np.zeros(len(options))
+            return nothing
+        operands = zip(options.tables[0], options.operands, strict=True)
+        work: Floats = options.made + sum(table.held[codes] for table, codes in operands if table is not None)
+        return work
+
+    def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
+        """The costs of each fate with each option, fate by fate; a byte that is kept costs `kept`, one that is computed
+        again `again`, one of a gradient `before`, one that is there throughout `always`."""
+        options, facts = self.problem.vertices[i].options, self.facts[i]
+        kept_bytes, again_bytes = self._bytes(i)
+        gradient, throughout = self.at_rest(i)
+        own = options.unary + before * gradient + always * throughout
+        seconds = 0.0 if self._is_marked(i) else self._weight(i) * options.again
+        by_fate = {
+            Fate.KEPT: own + kept * kept_bytes,
+            Fate.AGAIN: own + seconds + again * again_bytes,
+            Fate.GONE: own + kept * self.beside(i),
+        }
+        return np.concatenate([by_fate[fate] for fate in facts.fates])
+
+    def _weight(self, i: int) -> float:
+        """What a second that vertex i is computed again weighs."""
+        return self.problem.settings.weights.compute * (FREE if self.facts[i].free else 1.0)
+
+    def _bytes(self, i: int) -> tuple[Floats, Floats]:
+        """The bytes of each option of vertex i if it is kept, and if it is computed again."""
+        vertex, facts = self.problem.vertices[i], self.facts[i]
+        if vertex.kind is VertexKind.INPUT:
+            nothing: Floats = np.zeros(len(vertex.options))
+            return nothing, nothing
+        made, beside = vertex.options.made, self.beside(i)
+        return made + beside, beside + made * facts.read
+
+    def beside(self, i: int) -> Floats:
+        """The bytes that the forward of vertex i keeps for its own backward beside its results."""
+        options, beside = self.problem.vertices[i].options, self.facts[i].beside
+        if not beside:
+            nothing: Floats = np.zeros(len(options))
+            return nothing
+        return beside * _share(options)
+
+    def at_rest(self, i: int) -> tuple[Floats, Floats]:
+        """The bytes of the gradient of an input, and those that it, or a result of the call, takes up throughout."""
+        vertex = self.problem.vertices[i]
+        held = vertex.options.held
+        nothing: Floats = np.zeros(len(held))
+        if vertex.port is not None and vertex.port.role is Role.RESULT:
+            (table,), (codes,) = vertex.options.tables[0], vertex.options.operands
+            return nothing, table.held[codes] if table else nothing
+        if vertex.kind is not VertexKind.INPUT or vertex.port is None:
+            return nothing, nothing
+        trained = vertex.port.role is Role.PARAMETER and vertex.port.requires_grad
+        return held * trained, vertex.options.memory - held * trained
+
+    def _crosses(self, edge: Edge) -> bool:
+        return self.stretches[edge.producer] != self.stretches[edge.consumer]
+
+    def _between(self, number: int, kept: float, again: float, now: float) -> Floats:
+        """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]. A byte costs
+        `now` while the consumer runs, beside which there is then what was converted for it."""
+        edge = self.problem.edges[number]
+        once = edge.matrix(self.problem.vertices)
+        twice, keep = self._ways(number, once, kept, again)
+        if now:
+            codes, _ = edge.codes(self.problem.vertices)
+            work = now * edge.table.held[codes][:, None] * moving(once, twice)
+            once, twice, keep = once + work, twice + work, keep + work
+        best, in_one = np.minimum(twice, keep), kept * self._in_one(edge)
+        rows = []
+        for fate in self.facts[edge.producer].fates:
+            there = best if self._is_there(fate, edge) else keep
+            rows.append(
+                np.hstack(
+                    [
+                        (there if self.reads[number] or reader is Fate.AGAIN else once)
+                        - (in_one if fate is reader is Fate.KEPT else 0.0)
+                        for reader in self.facts[edge.consumer].fates
+                    ]
+                )
+            )
+        return np.vstack(rows)
+
+    def _is_marked(self, i: int) -> bool:
+        """Whether a person marked vertex i to be computed again: its options cost one forward more as it is."""
+        return self.facts[i].fates == (Fate.AGAIN,)
+
+    def _is_hub(self, i: int) -> bool:
+        return self.problem.vertices[i].kind is VertexKind.HUB
+
+    def _in_one(self, edge: Edge) -> Any:
+        """The bytes that a hub and its producer have in one memory [option of the producer, option of the consumer],
+        which are kept once if both are."""
+        if not self._is_hub(edge.consumer):
+            return 0.0
+        rows, columns = edge.codes(self.problem.vertices)
+        return edge.table.held[rows][:, None] * (rows[:, None] == columns)
+
+    def _is_there(self, fate: Fate, edge: Edge) -> bool:
+        """Whether the backward has the results of a producer of this fate when the consumer's turn comes."""
+        near = not self._crosses(edge) or self.at_hand[edge.producer]
+        return fate is Fate.KEPT or (fate is Fate.AGAIN and near)
+
+    def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
+        """What an edge costs whose tensor the backward reads as it is converted: if it is converted once more, and if
+        what it is converted to is kept. A conversion that moves nothing between ranks is never worth keeping."""
+        edge = self.problem.edges[number]
+        never_again, never_kept = self.barred[number]
+        twice = replace(edge, table=once_more(edge.table)).matrix(self.problem.vertices)
+        _, codes = edge.codes(self.problem.vertices)
+        made = edge.table.held[codes] * self.reads[number]
+        moves = moving(once, twice)
+        keep = np.where(moves & (not never_kept), once + kept * edge.table.held[codes], np.inf)
+        return np.where(moves & never_again, np.inf, twice + np.where(moves, again * made, 0.0)), keep
+
+    # -- of a choice
+
+    def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
+        """What the options of `costs(at, between)` with these numbers stand for, and what they come to alone. `between`
+        may be another at each vertex."""
+        prices = self._by_stretch(at)
+        later = _until(prices)[np.array(self.stretches, dtype=np.intp)] + between
+        fates, choice = [], []
+        keeps, agains = np.zeros(self.count), np.zeros(self.count)
+        gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0
+        for i, (vertex, number) in enumerate(zip(self.problem.vertices, numbers, strict=True)):
+            place, option = divmod(int(number), len(vertex.options))
+            fate, s, facts = self.facts[i].fates[place], self.stretches[i], self.facts[i]
+            fates.append(fate)
+            choice.append(option)
+            kept_bytes, again_bytes = self._once(i, self._bytes)
+            gradient, throughout = self._once(i, self.at_rest)
+            gradients[s] += gradient[option]
+            always += throughout[option]
+            cost += float(vertex.options.unary[option])
+            if fate is Fate.AGAIN:
+                agains[s] += again_bytes[option]
+                paid = facts.free or self._is_marked(i)
+                repeating += 0.0 if paid else self._weight(i) * float(vertex.options.again[option])
+            else:
+                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self._once(i, self.beside)[option]
+        again, kept, converting = [], [], np.zeros(len(choice))
+        for number, edge in enumerate(self.problem.edges):
+            found, s = self.converted(edge, choice), self.stretches[edge.consumer]
+            runs_again = is_kept = False
+            converting[edge.consumer] += found.before * found.moves
+            if self.reads[number] or fates[edge.consumer] is Fate.AGAIN:
+                never_again, never_kept = self.barred[number]
+                there = self._is_there(fates[edge.producer], edge) and not (found.moves and never_again)
+                extra = prices[s] * found.after * self.reads[number] if found.moves else 0.0
+                in_backward = found.twice + extra if there else np.inf
+                keeping = found.once + later[edge.consumer] * found.after if found.moves and not never_kept else np.inf
+                runs_again = bool(in_backward <= keeping)
+                is_kept = not runs_again
+                if is_kept:
+                    keeps[s] += found.after
+                elif found.moves:
+                    agains[s] += found.after * self.reads[number]
+            if self._is_hub(edge.consumer) and fates[edge.producer] is fates[edge.consumer] is Fate.KEPT:
+                keeps[s] -= found.after * found.same
+            cost += found.twice if runs_again and found.moves else found.once
+            again.append(runs_again)
+            kept.append(is_kept)
+        held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
+        keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
+        work = [self._once(i, self._work)[option] for i, option in enumerate(choice)]
+        held = held_at[np.array(self.stretches, dtype=np.intp)] + np.array(work) + converting
+        return Kept(tuple(choice), keeping, cost + repeating, held, later)
+
+
+def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only_free: bool) -> KeepProblem:
+    """`problem` with the fates that its settings leave; `needs`: what the backward of each
+    call reads. `only_free`: nothing is computed again but what is free."""
+    marked = recomputed(problem.graph)
+    facts: list[_Facts] = []
+    read = {(edge.producer, edge.result) for edge in problem.edges if _reads(problem, edge, needs)}
+    for i, vertex in enumerate(problem.vertices):
+        its = needs.get(vertex.node, NOTHING) if vertex.kind is VertexKind.OPERATOR else NOTHING
+        facts.append(
+            _Facts(
+                _fates(vertex, its, marked, problem.settings.recompute, only_free),
+                _is_free(vertex),
+                bool(its.results) or any((i, r) in read for r in range(len(vertex.options.results))),
+                bool(its.results),
+                vertex.kind is VertexKind.OPERATOR and is_view(vertex.node),
+                float(its.beside),
+            )
+        )
+    reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
+    barred = tuple(_barred(problem, edge) for edge in problem.edges)
+    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred)
+
+
+def _until(prices: Floats) -> Floats:
+    """What it costs to keep a byte until the backward comes to each stretch, with the price of one in each."""
+    until: Floats = np.cumsum(prices[::-1])[::-1]
+    return until
+
+
+def _share(options: Options) -> Floats:
+    """Under each option the share of the operator's largest tensor that one device has."""
+    tensors = zip((*options.tables[0], *options.tables[1]), (*options.operands, *options.results), strict=True)
+    table, codes = max(((t, c) for t, c in tensors if t), key=lambda pair: float(pair[0].held.max()))
+    share: Floats = table.held[codes] / table.held.max()
+    return share
+
+
+def _reads(problem: SearchProblem, edge: Edge, needs: Mapping[fx.Node, Needs]) -> bool:
+    """Whether the backward of an edge's consumer reads its tensor."""
+    consumer = problem.vertices[edge.consumer]
+    return consumer.kind is VertexKind.OPERATOR and edge.operand in needs.get(consumer.node, NOTHING).operands
+
+
+def _barred(problem: SearchProblem, edge: Edge) -> tuple[bool, bool]:
+    """Whether the options say that a weight is never gathered again, and never kept gathered."""
+    if edge.value not in problem.tensors.weights or problem.settings.regather is None:
+        return False, False
+    return not problem.settings.regather, problem.settings.regather
+
+
+def _is_free(vertex: Vertex) -> bool:
+    """Whether the results of a vertex cost next to nothing to have again: views, casts, and elementwise operators."""
+    if vertex.kind is not VertexKind.OPERATOR:
+        return True
+    if draws_random_numbers(vertex.node):
+        return False
+    return rearranges(vertex.node) or is_pointwise(vertex.node.target)
+
+
+def _fates(
+    vertex: Vertex, needs: Needs, marked: frozenset[fx.Node], recompute: Recompute, only_free: bool
+) -> tuple[Fate, ...]:
+    """The fates that a vertex may have."""
+    if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
+        return (Fate.KEPT,)
+    node = vertex.node
+    if vertex.kind is VertexKind.OPERATOR and node in marked:
+        return (Fate.AGAIN,)
+    fates = [Fate.KEPT]
+    may = vertex.kind is VertexKind.HUB or node.target is draw or isinstance(node.target, OpOverload)
+    may = may and (vertex.kind is VertexKind.HUB or node.target is draw or not draws_random_numbers(node))
+    view = vertex.kind is VertexKind.OPERATOR and is_view(node)
+    if may and (view or (recompute is not Recompute.NONE and (not only_free or _is_free(vertex)))):
+        fates.append(Fate.AGAIN)
+    if view and may:
+        fates.remove(Fate.KEPT)
+    if not needs.results:
+        fates.append(Fate.GONE)
+    return tuple(fates)
+
+
+def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
+    """What a choice costs, with what the backward computes and converts again."""
+    total = keeping.cost + sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
+    for edge, again in zip(problem.edges, keeping.again, strict=True):
+        rows, columns = edge.codes(problem.vertices)
+        here, there = int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
+        once = float(edge.table.rows([here])[0, there])
+        twice = float(once_more(edge.table).rows([here])[0, there]) if again else once
+        total += twice if moving(once, twice) else once
+    return total
+
+
+def seconds_again(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
+    """The seconds that the backward computes operators again."""
+    every = zip(problem.vertices, choice, keeping.fates, strict=True)
+    return sum(float(v.options.again[c]) for v, c, fate in every if fate is Fate.AGAIN)
+
+
+def moving(once: Any, twice: Any) -> Any:
+    """Whether a conversion that costs `once`, and `twice` if it runs again, sends anything; slices are free."""
+    return twice > once * (1 + 1e-6) + 1e-12

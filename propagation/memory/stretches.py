@@ -1,0 +1,84 @@
+"""Stretches of a graph: what is computed again in the backward is computed again stretch by stretch.
+
+Three operators in a row, of which the third reads the results of both others: one value crosses between the first and
+the second, two cross between the second and the third, and one crosses behind the third. A graph of many such blocks is
+cut behind the third operator of a block or behind the first, where one value is kept, and not where there are two.
+
+A value that is computed again lives from the first operator of the backward that reads it, or that something else is
+computed of, to the last. If everything were computed again of the inputs alone, everything would be there at once. So
+the operators, in their order, are cut where few values cross, and what crosses is kept: then no more than one stretch
+is there again at a time. torch.utils.checkpoint has its users choose these places.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ..graph.nodes import region_of
+from ..problem.problem import SearchProblem, VertexKind
+
+SHORTEST, LONGEST = 10, 64  # vertices of a stretch: a block of a network has dozens
+
+
+def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int, ...]:
+    """The number of the stretch that each vertex is in, ascending. Inputs are in the stretch that first reads them, so
+    that nothing is kept for them; no call of torch.utils.checkpoint is cut. `shortest`: vertices that one has at least.
+    """
+    count = len(problem.vertices)
+    change = [0] * (count + 1)
+    last = list(range(count))
+    first = [count] * count
+    for edge in problem.edges:
+        last[edge.producer] = max(last[edge.producer], edge.consumer)
+        first[edge.producer] = min(first[edge.producer], edge.consumer)
+    inputs = at_hand(problem)
+    for here in range(count):
+        if not inputs[here] and last[here] - here <= LONGEST:  # what is read far away is read at every place
+            change[here + 1] += 1
+            change[last[here] + 1] -= 1
+    crossing = list(itertools.accumulate(change[:-1]))
+    # a hub stands with what it is the hub of
+    may = [vertex.kind is not VertexKind.HUB for vertex in problem.vertices]
+    for start, stop in _regions(problem):
+        may[start + 1 : stop + 1] = [False] * (stop - start)
+    begin = inputs.index(False) if False in inputs else count
+    starts = _cuts(crossing, may, begin, shortest)
+    numbers = [0] * count
+    for number, (start, stop) in enumerate(itertools.pairwise([*starts, count])):
+        numbers[start:stop] = [number] * (stop - start)
+    for here in range(count):
+        if inputs[here] and first[here] < count:
+            numbers[here] = numbers[first[here]]
+    return tuple(numbers)
+
+
+def at_hand(problem: SearchProblem) -> list[bool]:
+    """Of each vertex whether it is an input, or the hub of one: it is there whenever it is read."""
+    inputs = [vertex.kind is VertexKind.INPUT for vertex in problem.vertices]
+    for edge in problem.edges:
+        if problem.vertices[edge.consumer].kind is VertexKind.HUB and inputs[edge.producer]:
+            inputs[edge.consumer] = True
+    return inputs
+
+
+def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int, shortest: int) -> list[int]:
+    """Where stretches start: the next one where the fewest values cross, among the near places where it `may`, or else
+    at the first such place behind them."""
+    starts = [begin]
+    while True:
+        places = [here for here in range(starts[-1] + shortest, len(crossing) - shortest + 1) if may[here]]
+        near = [here for here in places if here <= starts[-1] + LONGEST]
+        if not places:
+            return starts
+        starts.append(min(near, key=crossing.__getitem__) if near else places[0])
+
+
+def _regions(problem: SearchProblem) -> list[tuple[int, int]]:
+    """The first and the last vertex of each call of torch.utils.checkpoint."""
+    spans: dict[int, tuple[int, int]] = {}
+    for here, vertex in enumerate(problem.vertices):
+        if vertex.kind is VertexKind.OPERATOR and (region := region_of(vertex.node)) is not None:
+            start, _ = spans.get(region, (here, here))
+            spans[region] = start, here
+    return list(spans.values())

@@ -1,0 +1,229 @@
+"""What one device holds while the backward runs, operator by operator, under one choice and its fates.
+
+Three operators in a row, 1 to 3, whose results take 4, 2 and 1 bytes; in its backward 2 reads the result of 1, and 3
+that of 2, both kept:
+
+    the backward is at                       3       2       1
+    kept                                   4 + 2     4       0
+    gradients of the results of 1 and 2      2     4 + 2     4
+    together                                 8      10       4
+
+What is there for a while is an interval of the vertices, which the backward goes through from the last to the first:
+
+    kept               from the first moment of the backward to the earliest reader
+    computed again     from its last reader, or the last that something else is computed again for, to the earliest
+    gradient of a      from its last reader, which computes the first addend, to its producer (gradients.py)
+    value
+    gradient of a      from its last reader to the end of the step
+    parameter
+
+Parameters, what the optimizer keeps and the inputs of the call are there throughout, its results from where they are
+made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost.conversion import Floats
+from ..graph.port import Role
+from ..problem.problem import VertexKind
+from .gradients import gradients
+from .keeping import Fate, KeepProblem, Kept
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes on one device while the backward is at each vertex, by what holds them.
+
+    always    parameters, what the optimizer keeps, inputs and results, throughout the backward
+    forward   all bytes while the forward is at each vertex
+    """
+
+    always: Mapping[str, float]
+    forward: Floats
+    kept: Floats
+    again: Floats
+    gradients: Floats
+    parameter_gradients: Floats
+
+    @property
+    def peak(self) -> float:
+        """The most bytes at a time."""
+        return float(max(self.total.max(initial=0.0), self.forward.max(initial=0.0)))
+
+    @property
+    def moment(self) -> tuple[str, int]:
+        """When that is: the "forward" or the "backward" of which vertex."""
+        forward = float(self.forward.max()) > float(self.total.max())
+        return ("forward", int(self.forward.argmax())) if forward else ("backward", int(self.total.argmax()))
+
+    @property
+    def total(self) -> Floats:
+        """All of them."""
+        return sum(self.always.values()) + self.kept + self.again + self.gradients + self.parameter_gradients
+
+
+def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> Timeline:
+    """The timeline of `choice`, options of the vertices of `problem`, with the fates of `kept`."""
+    return _Timeline(problem, choice, kept).made()
+
+
+class _Timeline:
+    def __init__(self, problem: KeepProblem, choice: Sequence[int], kept: Kept) -> None:
+        self.p, self.choice, self.keeping = problem, choice, kept.keeping
+        self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
+        count = len(self.vertices)
+        self.changes = {name: np.zeros(count + 1) for name in ("kept", "again", "gradients", "parameter_gradients")}
+        self.always = {"parameters": 0.0, "optimizer": 0.0, "inputs": 0.0, "results": 0.0}
+        self.made_so_far = np.zeros(count + 1)
+        self.found = [problem.converted(edge, choice) for edge in self.edges]
+        self._reached: dict[int, list[int]] = {}
+        self.entering: list[list[int]] = [[] for _ in range(count)]  # of each vertex the edges to it
+        self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
+        self.producers: list[list[int]] = [[] for _ in range(count)]
+        self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
+        self.viewed = [False] * count  # of each vertex whether a backward reads a view of what it makes
+        for number, edge in enumerate(self.edges):
+            self.entering[edge.consumer].append(number)
+            self.readers[edge.producer].append(edge.consumer)
+            self.producers[edge.consumer].append(edge.producer)
+            if problem.reads[number]:
+                self.reading[edge.producer].append(edge.consumer)
+
+    def _add(self, what: str, first: int, last: int, size: float) -> None:
+        self.changes[what][first] += size
+        self.changes[what][last + 1] -= size
+
+    def made(self) -> Timeline:
+        """Add up all intervals."""
+        self._values()
+        self._conversions()
+        self._gradients()
+        sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
+        self._forward()
+        before = sum(self.always.values()) - self.always["results"]  # each is counted from where it is made on
+        return Timeline(self.always, np.cumsum(self.made_so_far[:-1]) + before, **sums)
+
+    def _values(self) -> None:
+        self._read_through()
+        starts = self._starts()
+        for i, vertex in enumerate(self.vertices):
+            if vertex.kind is VertexKind.INPUT:
+                self._input(i)
+            elif vertex.kind is VertexKind.OUTPUT:
+                self.always["results"] += float(self.p.at_rest(i)[1][self.choice[i]])
+            else:
+                self._made(i, starts[i])
+
+    def _read_through(self) -> None:
+        """What reads a view reads what that is a view of, and what reads a hub that takes no memory what that is of."""
+        for i in reversed(range(len(self.vertices))):
+            hub = self.vertices[i].kind is VertexKind.HUB and self.keeping.fates[i] is not Fate.KEPT
+            view = self.p.facts[i].view
+            if hub or view or self._lies_in_what_is_kept(i):
+                for producer in self.producers[i]:
+                    self.reading[producer] += self.reading[i]
+                    self.viewed[producer] = self.viewed[producer] or (view and bool(self.reading[i]))
+
+    def _input(self, i: int) -> None:
+        vertex, option = self.vertices[i], self.choice[i]
+        gradient, throughout = (float(column[option]) for column in self.p.at_rest(i))
+        own = float(vertex.options.held[option])
+        is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
+        self.always["parameters" if is_parameter else "inputs"] += own
+        self.always["optimizer"] += throughout - own
+        if gradient:
+            self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
+
+    def _made(self, i: int, start: int) -> None:
+        """What an operator or a hub makes."""
+        last, facts, fate = len(self.vertices) - 1, self.p.facts[i], self.keeping.fates[i]
+        made = float(self.vertices[i].options.made[self.choice[i]])
+        beside = float(self.p.beside(i)[self.choice[i]])
+        earliest = min([*self.reading[i], *([i] if facts.own else [])], default=None)
+        if fate is Fate.AGAIN:
+            self._add("again", i, max(start, i), beside)
+            if (facts.read or self.viewed[i]) and earliest is not None:
+                self._add("again", earliest, max(start, earliest), made)
+            return
+        self._add("kept", i, last, beside)
+        if fate is Fate.KEPT and not self._lies_in_what_is_kept(i):
+            self._add("kept", i if earliest is None else earliest, last, made)
+
+    def _lies_in_what_is_kept(self, i: int) -> bool:
+        """Whether vertex i is a hub that gives just what its producer does, which is kept."""
+        (number,) = self.entering[i] if self.vertices[i].kind is VertexKind.HUB else (None,)
+        if number is None or self.keeping.fates[self.edges[number].producer] is not Fate.KEPT:
+            return False
+        return self.found[number].same
+
+    def _starts(self) -> list[int]:
+        """Where in the backward each vertex is computed again, if it is."""
+        starts = [-1] * len(self.vertices)
+        for i in reversed(range(len(self.vertices))):
+            again = (starts[reader] for reader in self.readers[i] if self.keeping.fates[reader] is Fate.AGAIN)
+            own = [i] if self.p.facts[i].own else []
+            starts[i] = max([*self.reading[i], *again, *own], default=-1)
+        return starts
+
+    def _conversions(self) -> None:
+        for number, edge in enumerate(self.edges):
+            size = self.found[number].after
+            if self.keeping.kept[number]:
+                self._add("kept", edge.consumer, len(self.vertices) - 1, size)
+            elif self.keeping.again[number] and self.p.reads[number] and self.found[number].moves:
+                self._add("again", edge.consumer, edge.consumer, size)
+
+    def _forward(self) -> None:
+        """What is kept is there from where it is made on; the rest until its last reader has run."""
+        last, kept_as = len(self.vertices) - 1, self._kept_as_another()
+        for i in reversed(range(len(self.vertices))):
+            vertex, option = self.vertices[i], self.choice[i]
+            if vertex.kind is not VertexKind.OPERATOR:
+                continue
+            made, beside = float(vertex.options.made[option]), float(self.p.beside(i)[option])
+            stays = self.keeping.fates[i] is Fate.KEPT or i in kept_as
+            until = max(self._through(i), default=i)
+            for size, end in (
+                (made, last if stays else until),
+                (beside, i if self.keeping.fates[i] is Fate.AGAIN else last),
+            ):
+                self.made_so_far[i] += size
+                self.made_so_far[end + 1] -= size
+        for number, edge in enumerate(self.edges):
+            if self.found[number].moves:
+                size, stays = self.found[number].after, self.keeping.kept[number]
+                hub = self.vertices[edge.consumer].kind is VertexKind.HUB
+                until = max(self._through(edge.consumer), default=edge.consumer) if hub else edge.consumer
+                stays = stays or (hub and self.keeping.fates[edge.consumer] is Fate.KEPT)
+                self.made_so_far[edge.consumer] += size
+                self.made_so_far[(last if stays else until) + 1] -= size
+
+    def _kept_as_another(self) -> set[int]:
+        """The vertices of whose memory a hub, or a view's, is kept."""
+        found: set[int] = set()
+        for i in reversed(range(len(self.vertices))):
+            hub = self.vertices[i].kind is VertexKind.HUB
+            if (hub and self.keeping.fates[i] is Fate.KEPT) or (i in found and (hub or self.p.facts[i].view)):
+                found |= {self.edges[number].producer for number in self.entering[i] if self.found[number].same}
+        return found
+
+    def _through(self, i: int) -> list[int]:
+        """The readers of what vertex i makes, those that read it through hubs and views included."""
+        if i not in self._reached:
+            found: list[int] = []
+            for reader in self.readers[i]:
+                found.append(reader)
+                vertex = self.vertices[reader]
+                if vertex.kind is VertexKind.HUB or self.p.facts[reader].view:
+                    found += self._through(reader)
+            self._reached[i] = found
+        return self._reached[i]
+
+    def _gradients(self) -> None:
+        for gradient in gradients(self.p, self.found):
+            self._add("gradients", gradient.end, gradient.start, gradient.size)

@@ -1,0 +1,29 @@
+"""What a search for the least of `Costs` or of a `Network` returns.
+
+Of the three operators of the room's page: `Found((0, 0, 0), cost=4, bound=4, width=2)`, proven; by visits alone
+`Found((1, 1, 0), cost=6, bound=-inf, width=1)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Choice = tuple[int, ...]  # one option for each vertex, by number
+
+
+@dataclass(frozen=True)
+class Found:
+    """One option per vertex, its cost, and a proven lower bound on the cost of every choice.
+
+    width   the most vertices that one table of the search joined
+    """
+
+    choice: Choice
+    cost: float
+    bound: float
+    width: int = 1
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing costs less."""
+        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)

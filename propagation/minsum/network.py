@@ -1,0 +1,162 @@
+"""A problem as numbers: what each option costs by itself, and what options of two vertices cost together.
+
+The three operators of the room's page, two options each:
+
+    Costs(unary=((1, 0), (3, 2), (0, 6)), pairs={(0, 1): ((0, 5), (5, 0)), (1, 2): ((0, 4), (4, 0))})
+
+    of((0, 0, 0)) = 1 + 3 + 0 + 0 + 0 = 4        of((1, 1, 0)) = 0 + 2 + 0 + 0 + 4 = 6
+
+`Costs` has all numbers written out, as elimination takes them. A `Network` has each edge as a `Between`: a `Matrix`
+that is written out, or the `Converting` of one tensor, which is not: on four axes it has millions of entries.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost.conversion import Codes, ConversionTable, Floats, Mask
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
+    what option i of a and option j of b cost together. Arrays that are one object are solved once."""
+
+    unary: tuple[Floats, ...]
+    pairs: Mapping[tuple[int, int], Floats]
+
+    def of(self, choice: tuple[int, ...]) -> float:
+        """The cost of one option per vertex."""
+        alone = sum(float(costs[c]) for costs, c in zip(self.unary, choice, strict=True))
+        return alone + sum(float(matrix[choice[a], choice[b]]) for (a, b), matrix in self.pairs.items())
+
+
+class Between(ABC):
+    """The costs of an edge [option of one end, option of the other]. The ends are side 0 and side 1."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """How many options the ends have."""
+
+    @abstractmethod
+    def least(self, costs: Floats, side: int) -> Floats:
+        """For each option of the other end, the least cost with an option of the end at `side`, whose own cost is in
+        `costs`."""
+
+    @abstractmethod
+    def with_option(self, option: int, side: int) -> Floats:
+        """For each option of the other end, the cost with `option` of the end at `side`."""
+
+    @abstractmethod
+    def take(self, rows: Mask, columns: Mask) -> Between:
+        """The costs between some options only."""
+
+    @abstractmethod
+    def at_most(self, most: float) -> Between:
+        """The costs, none above `most`: messages must be finite, and what is impossible costs inf."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix(Between):
+    """Costs that are written out."""
+
+    costs: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many options the ends have."""
+        return self.costs.shape
+
+    def least(self, costs: Floats, side: int) -> Floats:
+        """As for Between."""
+        least: Floats = (self.costs + costs[:, None]).min(axis=0) if side == 0 else (self.costs + costs).min(axis=1)
+        return least
+
+    def with_option(self, option: int, side: int) -> Floats:
+        """As for Between."""
+        costs: Floats = self.costs[option] if side == 0 else self.costs[:, option]
+        return costs
+
+    def take(self, rows: Mask, columns: Mask) -> Matrix:
+        """As for Between."""
+        return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
+
+    def at_most(self, most: float) -> Matrix:
+        """As for Between."""
+        return Matrix(np.minimum(self.costs, most))
+
+
+@dataclass(frozen=True, eq=False)
+class Converting(Between):
+    """The costs of converting one tensor from its layout under an option of one end, a code in `rows`, to its layout
+    under an option of the other, a code in `columns`; none above `most`. Never written out."""
+
+    table: ConversionTable
+    rows: Codes
+    columns: Codes
+    most: float = np.inf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many options the ends have."""
+        return len(self.rows), len(self.columns)
+
+    def least(self, costs: Floats, side: int) -> Floats:
+        """As for Between."""
+        here, there = (self.rows, self.columns) if side == 0 else (self.columns, self.rows)
+        values = np.full(len(self.table.digits), np.inf)
+        np.minimum.at(values, here, costs)
+        least: Floats = np.minimum(self.table.spread(values, forward=side == 0)[there], costs.min() + self.most)
+        return least
+
+    def with_option(self, option: int, side: int) -> Floats:
+        """As for Between."""
+        if side == 0:
+            row: Floats = np.minimum(self.table.rows([int(self.rows[option])])[0, self.columns], self.most)
+            return row
+        values = np.full(len(self.table.digits), np.inf)
+        values[self.columns[option]] = 0.0
+        column: Floats = np.minimum(self.table.spread(values, forward=False)[self.rows], self.most)
+        return column
+
+    def take(self, rows: Mask, columns: Mask) -> Converting:
+        """As for Between."""
+        return Converting(self.table, self.rows[rows], self.columns[columns], self.most)
+
+    def at_most(self, most: float) -> Converting:
+        """As for Between."""
+        return Converting(self.table, self.rows, self.columns, min(self.most, most))
+
+
+@dataclass(frozen=True)
+class Network:
+    """A problem as `narrow`, `propagate` and `revisit` take it: unary costs, and what stands between vertices."""
+
+    unary: tuple[Floats, ...]
+    edges: tuple[tuple[tuple[int, int], Between], ...]
+
+    def of(self, choice: tuple[int, ...]) -> float:
+        """The cost of one option per vertex."""
+        alone = sum(float(costs[c]) for costs, c in zip(self.unary, choice, strict=True))
+        return alone + sum(float(between.with_option(choice[a], 0)[choice[b]]) for (a, b), between in self.edges)
+
+    def at_most(self, most: float) -> Network:
+        """The network in which no pair costs more than `most`; edges that are equal stay one."""
+        capped = {id(between): between.at_most(most) for _, between in self.edges}
+        return Network(self.unary, tuple((ends, capped[id(between)]) for ends, between in self.edges))
+
+
+def network(costs: Costs) -> Network:
+    """The network of costs that are written out."""
+    matrices = {id(array): Matrix(array) for array in costs.pairs.values()}
+    return Network(costs.unary, tuple((ends, matrices[id(array)]) for ends, array in costs.pairs.items()))
+
+
+def among(kept: Sequence[Codes], choice: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the options of `choice` among those kept; where one was left out, the first."""
+    return tuple(int(np.argmax(rows == c)) for rows, c in zip(kept, choice, strict=True))

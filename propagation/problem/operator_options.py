@@ -1,0 +1,305 @@
+"""The options of an operator: which there are, which of them the settings leave, and what each costs by itself.
+
+A product of x[m, k] and w[k, n] on an axis of two devices, with the rule "m k, k n -> m n", sizes that are even, and
+figures by which all of it takes 8 s on one device:
+
+    splits     x               w               result          seconds
+    m          Shard(0)        Broadcast       Shard(0)        4
+    n          Broadcast       Shard(1)        Shard(1)        4
+    k          Shard(1)        Shard(0)        Partial(sum)    4
+    nothing    Replicate       Replicate       Replicate       8
+
+On two axes there are 16 rows, each a choice for one axis with a choice for the other.
+
+All options of a call are columns of numbers, one row each: every choice of a factor, or of none, on every mesh axis.
+A new preference of the settings goes into `_preferred`, a new cost into `_work` or `_exchanges`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...strategy.cut import Cut
+from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement
+from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
+from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds
+from ..cost.rates import OperatorRates
+from ..rules.rule import AxisOption, Rule, axis_options
+from .problem import Options, Settings
+
+Tables = tuple[ConversionTable | None, ...]  # of several tensors; None: it is no tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an operator, as its options see it.
+
+    rule                None: it has none, and can only be replicated
+    operands, results   the conversion tables of its tensors
+    dtype               what it computes in
+    constant            for each operand, whether it depends on no parameter and no input
+    reached             for each operand, whether a gradient reaches it
+    differentiated      a gradient reaches a result of it
+    recomputed          the backward computes it once more
+    view                it only looks at its operand's memory
+    in_place            it writes its second operand into the first
+    by_batch            it splits its leading dim where the settings say so
+    rates               how long it was measured to take
+    looks_up            of its first operand it reads as much as it gives
+    """
+
+    rule: Rule | None
+    operands: Tables
+    results: Tables
+    dtype: torch.dtype
+    constant: tuple[bool, ...]
+    reached: tuple[bool, ...]
+    differentiated: bool
+    recomputed: bool
+    view: bool
+    in_place: bool
+    by_batch: bool
+    rates: OperatorRates | None = None
+    looks_up: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Some options of a call.
+
+    factors             what each axis splits: a number into the factors of the rule, -1 for nothing
+    operands, results   the code of each tensor's layout
+    devices             how many devices share the work
+    parts               into how many parts the work is cut; where a slice is short, fewer than there are devices
+    """
+
+    factors: Codes
+    operands: tuple[Codes, ...]
+    results: tuple[Codes, ...]
+    devices: Floats
+    parts: Floats
+
+    def take(self, keep: Mask) -> _Rows:
+        """Those in `keep`."""
+        operands, results = (tuple(codes[keep] for codes in side) for side in (self.operands, self.results))
+        return _Rows(self.factors[keep], operands, results, self.devices[keep], self.parts[keep])
+
+    def tensors(self, call: Call) -> Iterator[tuple[ConversionTable, Codes]]:
+        """The table and the layouts of every operand, then of every result."""
+        yield from _tensors(call.operands, self.operands)
+        yield from _tensors(call.results, self.results)
+
+
+def operator_options(call: Call, settings: Settings) -> Options:
+    """All options of an operator that divide evenly, less those that the settings leave out."""
+    rule, choices = call.rule, _on_one_axis(call)
+    if rule is None:
+        rule = Rule(tuple(() for _ in call.operands), tuple(() for _ in call.results), {})
+    rows, exist = _every(call, rule, choices, settings)
+    rows = rows.take(_preferred(call, rule, rows, exist, settings))
+    seconds, flops, held, again, made = _work(call, rule, rows, settings)
+    unary = settings.weights.compute * seconds + settings.weights.memory * held / 1e9
+    unary = unary + _exchanges(call, rule, rows, settings)
+    return Options(
+        (call.operands, call.results), rows.operands, rows.results, rows.factors, tuple(rule.sizes), settings.mesh,
+        unary, seconds, flops, held, held, again, made,
+    )  # fmt: skip
+
+
+# -- which there are
+
+
+def _on_one_axis(call: Call) -> tuple[AxisOption, ...]:
+    """What the operator may do on one axis."""
+    if call.rule is None:
+        operands, results = len(call.operands), len(call.results)
+        options = tuple(AxisOption(None, (p,) * operands, (p,) * results) for p in (REPLICATE, BROADCAST))
+    else:
+        options = axis_options(call.rule)
+    return tuple(option for option in options if _exists(option, call))
+
+
+def _exists(option: AxisOption, call: Call) -> bool:
+    """Whether the tensors of an operator can be placed so. Addends of constants alone would be work done twice."""
+    addends = [c for c, p in zip(call.constant, option.operands, strict=True) if isinstance(p, Partial)]
+    if addends and all(addends):
+        return False
+    placed = zip((*call.operands, *call.results), (*option.operands, *option.results), strict=True)
+    return all(table is None or placement in table.states for table, placement in placed)
+
+
+def _every(call: Call, rule: Rule, choices: tuple[AxisOption, ...], settings: Settings) -> tuple[_Rows, Mask]:
+    """One of `choices` on every axis, and for which of these rows every tensor and factor has enough elements."""
+    picks = digits_of(len(choices), len(settings.mesh.axes))
+    sizes = np.array(settings.mesh.sizes)
+    exist = np.ones(len(picks), dtype=bool)
+    devices, parts = np.ones(len(picks)), np.ones(len(picks))
+    for factor, size in rule.sizes.items():
+        splits = np.array([choice.factor == factor for choice in choices])[picks]
+        cuts = np.where(splits, sizes, 1).prod(axis=1)
+        filled = (cuts <= size) | (size in settings.short)
+        exist &= (size % cuts == 0) | (filled & (factor in rule.uneven))
+        devices *= cuts
+        parts *= max(size, 1) / -(-max(size, 1) // cuts)
+    names = tuple(rule.sizes)
+    split = np.array([names.index(choice.factor) if choice.factor else -1 for choice in choices], dtype=np.intp)
+    rows = _Rows(
+        split[picks],
+        tuple(_codes_of(t, [choice.operands[i] for choice in choices], picks) for i, t in enumerate(call.operands)),
+        tuple(_codes_of(t, [choice.results[i] for choice in choices], picks) for i, t in enumerate(call.results)),
+        devices,
+        parts,
+    )
+    for table, codes in rows.tensors(call):
+        exist &= table.valid[codes]
+    return rows, exist
+
+
+def _codes_of(table: ConversionTable | None, placements: list[Placement], picks: Codes) -> Codes:
+    """The layouts of one tensor, given its placement on an axis under each option of that axis."""
+    if table is None:
+        return np.zeros(len(picks), dtype=np.intp)
+    states = np.array([table.states.index(p) for p in placements], dtype=np.intp)[picks]
+    codes: Codes = states @ len(table.states) ** np.arange(picks.shape[1] - 1, -1, -1)
+    return codes
+
+
+# -- which the settings leave
+
+
+def _preferred(call: Call, rule: Rule, rows: _Rows, keep: Mask, settings: Settings) -> Mask:
+    """Of the rows in `keep`, those that the settings leave: aligned slices, the batch by default, even use of the
+    devices."""
+    if rule.flops and settings.slice_align > 1:
+        aligned = keep & _aligned(call, rows, settings.slice_align)
+        keep = aligned if aligned.any() else keep
+    if settings.batch_by_default and call.by_batch and call.results and call.results[0]:
+        first, codes = call.results[0], rows.results[0]
+        even = keep & first.even[codes]
+        keep = _most(even if even.any() else keep, first.parts(0)[codes])
+    if rule.flops and settings.fully_use_devices:
+        keep = _most(keep, rows.devices)
+    return keep
+
+
+def _aligned(call: Call, rows: _Rows, multiple: int) -> Mask:
+    """The rows under which a slice of the last dim of every tensor has a multiple of `multiple` elements."""
+    aligned = np.ones(len(rows.factors), dtype=bool)
+    for table, codes in rows.tensors(call):
+        if table.shape:
+            cuts = table.parts(len(table.shape) - 1)[codes]
+            aligned &= (cuts == 1) | (-(-table.shape[-1] // cuts) % multiple == 0)
+    return aligned
+
+
+def _most(keep: Mask, score: Any) -> Mask:
+    """Of the rows in `keep` those with the highest score."""
+    best: Mask = keep & (score == score[keep].max()) if keep.any() else keep
+    return best
+
+
+def cheapest(options: Options, count: int | None) -> Options:
+    """The options that `keep_cheapest` leaves; of those that cost the same the first."""
+    if count is None or len(options) <= count:
+        return options
+    return options.take(np.sort(np.argsort(options.unary, kind="stable")[:count]))
+
+
+# -- what they cost
+
+
+def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Of every row the seconds and the flops of the operator on one device, forward and backward, the bytes of its
+    results that are kept at most, the seconds of one more forward, and the bytes that its results take up.
+
+    The backward of a contraction computes a product for each operand that needs a gradient; that of another operator
+    reads and writes as much as the forward does."""
+    nothing = np.zeros(len(rows.parts))
+    if call.view:
+        return nothing, nothing, nothing, nothing, nothing
+    results = sum((table.held[codes] for table, codes in _tensors(call.results, rows.results)), nothing)
+    moved = results + sum(table.held[codes] for table, codes in _tensors(call.operands, rows.operands))
+    if call.in_place:
+        moved = moved - 2 * results
+        results = nothing
+    passes = _backward_passes(call, rule) if call.differentiated else 0.0
+    flops = rule.flops / rows.parts
+    again, backward = _seconds(call, rule, rows, flops, moved, results, settings)
+    made = results
+    if call.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
+        results = results * _has_addends(call, rows)
+    held = results if call.differentiated else nothing
+    return again + backward, (1.0 + passes) * flops, held, again, made
+
+
+def _seconds(
+    call: Call, rule: Rule, rows: _Rows, flops: Floats, moved: Floats, results: Floats, settings: Settings
+) -> tuple[Floats, Floats]:
+    """Of every row the seconds of a forward, and of the backward with what it computes again."""
+    profile, rates = settings.profile, call.rates
+    if rates is None:
+        again = operator_seconds(flops, moved, call.dtype, profile)
+        return again, (_backward_passes(call, rule) if call.differentiated else 0.0) * again
+    read = moved
+    if call.looks_up and call.operands[0]:
+        read = moved - np.maximum(call.operands[0].held[rows.operands[0]] - results, 0)
+    again = operator_seconds(flops, read, call.dtype, profile, rates.forward, results)
+    if not call.differentiated:
+        return again, np.zeros_like(again)
+    if rates.backward is None:
+        return again, _backward_passes(call, rule) * again
+    products = _products(call, rule) if rule.flops else 1
+    backward = operator_seconds(products * flops, moved, call.dtype, profile, rates.backward, results)
+    return again, backward + (again if call.recomputed else 0.0)
+
+
+def _backward_passes(call: Call, rule: Rule) -> float:
+    """How often the backward does as much work as the forward."""
+    passes = float(_products(call, rule)) if rule.flops else BACKWARD_FACTOR
+    return passes + (1.0 if call.recomputed else 0.0)
+
+
+def _products(call: Call, rule: Rule) -> int:
+    """How many operands of a contraction have a gradient, for each of which its backward computes a product."""
+    return max(sum(reached and i not in rule.additive for i, reached in enumerate(call.reached)), 1)
+
+
+def _has_addends(call: Call, rows: _Rows) -> Any:
+    """Of every row whether a result of it is Partial on some axis."""
+    placed = [(t, t.digits[codes]) for t, codes in _tensors(call.results, rows.results) if t.partial]
+    return sum(((digits == len(t.states) - 1).any(axis=1) for t, digits in placed), np.False_)
+
+
+def _exchanges(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> Floats:
+    """What the exchanges cost under every row that make the windows of operands, and add up their gradients."""
+    mesh, weights, cost = settings.mesh, settings.weights, np.zeros(len(rows.factors))
+    names = tuple(rule.sizes)
+    for halo in rule.windows:
+        table = call.operands[halo.operand]
+        split = rows.factors == names.index(halo.factor)
+        if table is None or not split.any():
+            continue
+        dim = rule.dim_of(halo)
+        for pattern in np.unique(split[split.any(axis=1)], axis=0):
+            axes = tuple(axis for axis, splits in zip(mesh.axes, pattern, strict=True) if splits)
+            counts = tuple(map(mesh.size, axes))
+            slices = Cut(table.shape[dim], counts)
+            window = halo.window(dim, slices, Cut(rule.sizes[halo.factor], counts))
+            if window.local is not None:
+                continue
+            alike = (split == pattern).all(axis=1)
+            sent, returned = window.rows
+            waiting, per_byte = collective_cost(Kind.EXCHANGE, mesh, axes, settings.profile)
+            for count in [sent, returned] if call.reached[halo.operand] else [sent]:
+                moved = table.held[rows.operands[halo.operand][alike]] / slices.width * count
+                cost[alike] += weights.latency * waiting + weights.wire * per_byte * moved
+    return cost
+
+
+def _tensors(tables: Tables, columns: Iterable[Codes]) -> Iterator[tuple[ConversionTable, Codes]]:
+    return ((table, codes) for table, codes in zip(tables, columns, strict=True) if table is not None)

@@ -1,0 +1,371 @@
+"""The problem that every search takes, as data: vertices with options, edges with conversion costs.
+
+Three operators, x * 2 of 8 rows, y = relu, and a sum over the rows, on an axis of two devices, two options each:
+
+    vertex    option 0: whole on both    option 1: rows split       edge       whole to split    split to whole
+    mul       8 rows of work             4 rows of work             mul, relu  free: a slice     an all-gather
+    relu      8                          4                          relu, sum  free              an all-gather
+    sum       8                          4, a Partial(sum) left
+
+All split cost 12 rows of work and no conversion before the output, which takes an all-reduce of the sum; all whole 24.
+With mul split and the others whole it is 20 and an all-gather.
+
+A vertex is an input of the graph, an operator, an output, or a *hub*: the identity that stands after each
+tensor with several consumers, so that one conversion into it is paid once and the problem stays pairwise. An
+option of a vertex fixes the layouts of its operands and results; an edge prices the conversion between the
+producer's and the consumer's layout of one tensor, forward and backward. Annotations remove options.
+
+Values that depend on no parameter and no input of the call (masks, rotary tables, constants) have no vertex:
+every rank has them whole, and cutting a part costs nothing, so they tie nothing together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ...strategy.choice import Choice
+from ...strategy.layout import Layout
+from ...strategy.mesh import Mesh
+from ...strategy.notation import counted
+from ...strategy.placement import REPLICATE
+from ...strategy.units import human, lasting
+from ..cost.conversion import Codes, ConversionTable, Floats, conversion_table
+from ..cost.cost import Weights
+from ..cost.profile import DeviceProfile
+from ..graph.graph import Graph
+from ..graph.nodes import Value, tensor_of
+from ..graph.port import Port
+from ..rules.custom import Rows
+from ..rules.reductions import MAXIMA
+from ..rules.rule import Rule
+
+_SHOWN = 6  # strategies of an operator that are printed
+AMONG = " among the strategies that enable_algo_approxi leaves"  # what the bound of an approximate problem holds for
+Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
+
+
+class Recompute(Choice):
+    """What the backward may compute again in place of keeping it."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+
+class Fallback(Choice):
+    """What to do with an operator that has no rule."""
+
+    WARN = "warn"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search needs to know beside the graph and the annotations.
+
+    fully_use_devices   an operator that does matrix products or convolutions uses all devices where it can
+    stay_split          what is split stays split: no operator's operands or results are gathered or exchanged
+    batch_by_default    operators next to no annotation split their leading dim (semi_auto_parallel)
+    elementwise_follow  no conversion follows an elementwise operator: it has the layout that its consumer takes, or the
+                        hub of its consumers
+    keep_cheapest       how many options of an operator are kept, those that cost least by themselves; None: all
+    slice_align         contractions keep slices of the last dim to multiples of this (1: no limit)
+    shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
+                        (enable_parallel_optimizer); None: the search decides
+    optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
+    memory_limit        bytes that a device may hold at a time; None: any number
+    recompute           what the backward may compute again
+    regather            whether the backward gathers again what the forward gathered of weights; None: as is best
+    short               sizes of dims that may be split over more devices than they have elements, as a person did
+    rules               the rows that people gave to operators
+    grouped             collectives of parameters are sent in groups, which wait once: each by itself waits for nothing
+    """
+
+    mesh: Mesh
+    profile: DeviceProfile
+    weights: Weights
+    fully_use_devices: bool = True
+    batch_by_default: bool = False
+    stay_split: bool = False
+    elementwise_follow: bool = False
+    keep_cheapest: int | None = None
+    slice_align: int = 1
+    shard_parameters: int | None = None
+    optimizer_states: float = 2.0
+    memory_limit: float | None = None
+    recompute: Recompute = Recompute.AUTO
+    regather: bool | None = None
+    short: frozenset[int] = frozenset()
+    on_unknown_op: Fallback = Fallback.WARN
+    rules: Rows = field(default_factory=dict)
+    grouped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One strategy of a vertex: the factor split on each axis, and the layouts of its tensors."""
+
+    factors: tuple[str | None, ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The options of a vertex as columns of numbers, one row each; vertices of the same structure share them.
+
+    operands, results   the code of each tensor's layout, in the ConversionTable of that tensor
+    factors             what each axis splits: a number into `names`, -1 for nothing
+    unary               the cost of the option by itself
+    seconds, flops      of the operator on one device, forward and backward
+    held                bytes on one device: what stays for the backward; of an input, itself
+    memory              bytes that count against the memory limit
+    again               seconds of the operator's forward by itself
+    made                bytes on one device that its results take up; a view takes none
+    """
+
+    tables: tuple[tuple[ConversionTable | None, ...], tuple[ConversionTable | None, ...]] = field(repr=False)
+    operands: tuple[Codes, ...]
+    results: tuple[Codes, ...]
+    factors: Codes
+    names: tuple[str, ...]
+    mesh: Mesh
+    unary: Floats = field(repr=False)
+    seconds: Floats = field(repr=False)
+    flops: Floats = field(repr=False)
+    held: Floats = field(repr=False)
+    memory: Floats = field(repr=False)
+    again: Floats = field(repr=False)
+    made: Floats = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    def __getitem__(self, i: int) -> Option:
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        if i not in self._known:
+            self._known[i] = self._option(i)
+        return self._known[i]
+
+    @cached_property
+    def _known(self) -> dict[int, Option]:
+        return {}
+
+    def _option(self, i: int) -> Option:
+        factors = tuple(self.names[f] if f >= 0 else None for f in self.factors[i])
+        operands, results = (
+            tuple(self._layout(table, codes[i]) for table, codes in zip(tables, columns, strict=True))
+            for tables, columns in zip(self.tables, (self.operands, self.results), strict=True)
+        )
+        return Option(factors, operands, results)
+
+    def __iter__(self) -> Iterator[Option]:
+        return (self[i] for i in range(len(self)))
+
+    def _layout(self, table: ConversionTable | None, code: int) -> Layout:
+        return table.layouts[code] if table else Layout.replicated(self.mesh)
+
+    def take(self, rows: Any) -> Options:
+        """Some of these options, by number or by a mask."""
+        rows = np.asarray(rows)
+        rows = rows if rows.dtype == bool else rows.astype(np.intp)
+        if len(rows) == len(self) and rows.dtype == bool and rows.all():
+            return self
+        return replace(
+            self,
+            operands=tuple(codes[rows] for codes in self.operands),
+            results=tuple(codes[rows] for codes in self.results),
+            factors=self.factors[rows], unary=self.unary[rows], seconds=self.seconds[rows], flops=self.flops[rows],
+            held=self.held[rows], memory=self.memory[rows], again=self.again[rows], made=self.made[rows],
+        )  # fmt: skip
+
+    def states(self) -> Iterator[tuple[Codes, int]]:
+        """For each operand and result its states, one row per option and one column per axis, and which of them is
+        whole on every rank."""
+        for table, codes in zip((*self.tables[0], *self.tables[1]), (*self.operands, *self.results), strict=True):
+            if table:
+                yield table.digits[codes], table.states.index(REPLICATE)
+            else:
+                yield np.zeros((len(self), len(self.mesh.axes)), dtype=np.intp), 0
+
+
+class VertexKind(StrEnum):
+    """What a vertex stands for."""
+
+    INPUT = "input"
+    OPERATOR = "operator"
+    HUB = "hub"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Vertex:
+    """One choice to make."""
+
+    name: str
+    kind: VertexKind
+    node: fx.Node
+    options: Options
+    rule: Rule | None = None
+    port: Port | None = None
+    annotation: str = ""
+
+    @property
+    def unary(self) -> Floats:
+        """The cost of each option by itself."""
+        return self.options.unary
+
+    @property
+    def seconds(self) -> Floats:
+        """The seconds of each option on one device, forward and backward."""
+        return self.options.seconds
+
+    @property
+    def held(self) -> Floats:
+        """The bytes that each option holds on one device."""
+        return self.options.held
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The tensor `value` goes from result `result` of vertex `producer` to operand `operand` of `consumer`."""
+
+    value: Value
+    producer: int
+    result: int
+    consumer: int
+    operand: int
+    table: ConversionTable
+
+    def codes(self, vertices: tuple[Vertex, ...]) -> tuple[Codes, Codes]:
+        """The layouts of the tensor under each option of the producer, and of the consumer."""
+        producer, consumer = vertices[self.producer].options, vertices[self.consumer].options
+        return producer.results[self.result], consumer.operands[self.operand]
+
+    def matrix(self, vertices: tuple[Vertex, ...]) -> Floats:
+        """The conversion costs [option of the producer, option of the consumer]."""
+        rows, columns = self.codes(vertices)
+        different, places = np.unique(rows, return_inverse=True)  # only rows that are asked for are ever computed
+        costs: Floats = self.table.rows(different.tolist())[:, columns][places]
+        return costs
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What the cost of a conversion depends on beside shape and dtype, for all tensors of a graph.
+
+    flows            values that a gradient reaches
+    differentiable   values that may have a gradient
+    weights          parameters, and what is made of them alone, that the backward reads
+    parameters       the inputs that are parameters
+    """
+
+    flows: frozenset[Value] = frozenset()
+    differentiable: frozenset[Value] = frozenset()
+    weights: frozenset[Value] = frozenset()
+    parameters: frozenset[fx.Node] = frozenset()
+
+    def table(self, v: Value, settings: Settings, *, output: bool = False) -> ConversionTable:
+        """The costs of converting the tensor `v`; `output`: into the layout that an output has.
+
+        Outputs, and parameters that the parallel optimizer keeps in parts, may be gathered even where the settings
+        say that what is split stays split.
+        """
+        tensor = tensor_of(v)
+        in_parts = settings.shard_parameters is not None and v.node in self.parameters
+        weights = settings.weights
+        if settings.grouped and v.node in self.parameters:
+            weights = replace(weights, latency=0.0)
+        return conversion_table(
+            tuple(tensor.shape),
+            tensor.element_size(),
+            self._partial_of(v),
+            v in self.flows,
+            settings.mesh,
+            settings.profile,
+            weights,
+            settings.stay_split and not (output or in_parts),
+            bool(settings.regather) and v in self.weights,
+            settings.short.intersection(tensor.shape),
+        )
+
+    def _partial_of(self, v: Value) -> str | None:
+        """How parts of `v` under Partial make its value: None where there are none, "max" for a maximum without a
+        gradient (Partial(max) has no dual)."""
+        if tensor_of(v).dtype is torch.bool:
+            return None
+        return "max" if v.node.target in MAXIMA and v not in self.differentiable else "sum"
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """All choices of one graph on one mesh.
+
+    constants     nodes that depend on no parameter and no input of the call, which have no vertex
+    unknown       the names of operators that have no rule
+    allowed       the layouts that annotations allow, as `formulate` took them
+    as_it_lies    the outputs that may stay split, as `formulate` took them
+    approximate   `keep_cheapest` left options out
+    beside        bytes that the step holds while each vertex runs beside what the search counts, as far as is known
+    """
+
+    graph: Graph
+    settings: Settings
+    vertices: tuple[Vertex, ...]
+    edges: tuple[Edge, ...]
+    constants: frozenset[fx.Node]
+    tensors: TensorFacts
+    unknown: tuple[str, ...]
+    allowed: Allowed = field(repr=False)
+    as_it_lies: frozenset[str] = field(repr=False)
+    approximate: bool = False
+    beside: Floats | None = field(default=None, repr=False)
+
+    def table(self, v: Value, *, output: bool = False) -> ConversionTable:
+        """The costs of converting the tensor `v`; `output`: into the layout that an output has."""
+        return self.tensors.table(v, self.settings, output=output)
+
+    def cost(self, choice: tuple[int, ...]) -> float:
+        """The cost of one option per vertex."""
+        total = sum(float(v.unary[c]) for v, c in zip(self.vertices, choice, strict=True))
+        for edge in self.edges:
+            rows, columns = edge.codes(self.vertices)
+            total += float(edge.table.rows([int(rows[choice[edge.producer]])])[0, columns[choice[edge.consumer]]])
+        return total
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(problem: SearchProblem) -> Iterator[str]:
+    """The strategies that each operator may have, those that cost least by themselves first."""
+    vertices = [v for v in problem.vertices if v.kind is not VertexKind.HUB]
+    strategies = counted(sum(len(v.options) for v in vertices), "strategy", "strategies")
+    yield f"{counted(len(vertices), 'choice')} to make, of {strategies}"
+    known: dict[int, list[str]] = {}
+    for v in vertices:
+        annotation = f", annotated {v.annotation}" if v.annotation else ""
+        yield f"{v.kind.value} {v.name}: {counted(len(v.options), 'strategy', 'strategies')}{annotation}"
+        if v.kind is VertexKind.OPERATOR:
+            if id(v.options) not in known:  # equal operators share them
+                known[id(v.options)] = list(_cheapest(v.options))
+            yield from known[id(v.options)]
+
+
+def _cheapest(options: Options) -> Iterator[str]:
+    for i in options.unary.argsort(kind="stable")[:_SHOWN].tolist():
+        option, held = options[i], float(options.held[i])
+        split = " ".join(f"{a}:{f}" for a, f in zip(options.mesh.axes, option.factors, strict=True) if f) or "nothing"
+        cost = lasting(float(options.seconds[i])) + (f", holds {human(held)}" if held else "")
+        yield f"    splits {split} -> {', '.join(map(str, option.results))}    # {cost}"
+    if len(options) > _SHOWN:
+        yield f"    and {len(options) - _SHOWN} more"

@@ -1,0 +1,432 @@
+"""The search under a memory limit: how all is split, what is kept and what is computed again, as one decision.
+
+Say three plans of three operators: A costs 10 and holds 8 bytes, B 12 and 4, C 16 and 3; the limit is 4. At a price of
+0.5 A and B come to 10 + 4 = 12 + 2 = 14 and C to 17.5. So any plan within the limit costs at least 14 - 0.5 * 4 = 12:
+B, which costs 12, is proven.
+
+Without a limit in sight the strategies are those of the cheapest plan, and nothing is kept that costs nothing to have
+again. Where that does not fit, strategies and fates are searched for together, at a price of a byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import networkx
+import numpy as np
+from torch import fx
+
+from ...strategy.errors import DoesNotFitError, StrategyError
+from ...strategy.units import human
+from ..cost.conversion import Codes, Floats
+from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
+from ..memory.needs import Needs, needs_of
+from ..memory.stretches import SHORTEST, stretches_of
+from ..memory.timeline import Timeline, timeline
+from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
+from ..minsum.found import Found
+from ..minsum.narrow import Narrowing
+from ..minsum.network import Costs
+from ..minsum.optimum import optimum
+from ..minsum.progress import tell
+from ..minsum.reduce import reduced
+from ..problem.numbers import network_of
+from ..problem.problem import AMONG, Recompute, SearchProblem, Settings
+from .solution import Solution
+
+ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
+CURVE_FROM, CURVE_BY, CURVE_STEP, CURVE_IDLE = 1e-3, 4.0, 1e-2, 6  # prices of a curve, and how far points are apart
+LITTLE_WORK = 1e8  # sums of an elimination that may be done for many prices
+FEW_OPTIONS = 40  # of every vertex: no elimination of them is much work that could be less
+MANY_OPTIONS = (64, 32, 16, 8, 4)  # of a vertex that are looked at where all are too much work
+PRICES = (0.1, 1.0)  # of all bytes that there may be, over what is paid for time
+SWEEPS, MOST = 8, 8.0  # to find what is worth it, and the cost above which plans do not differ, over that of a plan
+GAP = 5e-3  # between a plan and its bound, above which fates are chosen alone too
+CLOSE = 1e-4  # as near to its bound as a plan need be
+WIDE_GAP = 1e-2  # the gap from which on other stretches are tried
+FEW_VERTICES = 400  # of a graph that is cut into short stretches too
+LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan with its fates: what it costs, and the bytes that a device holds while each vertex runs, `modelled` as
+    prices count them and `held` in truth.
+
+    numbers       its options with fates, as `KeepProblem.costs` numbers them
+    kept_prices   at each vertex the price of a byte that is kept for it, by which the plan decides whether a conversion
+                  runs again
+    """
+
+    numbers: tuple[int, ...]
+    choice: tuple[int, ...]
+    keeping: Keeping
+    cost: float
+    modelled: Floats
+    held: Floats
+    when: Timeline
+    kept_prices: Floats = field(repr=False)
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that a device holds at a time."""
+        return float(self.held.max(initial=0.0))
+
+
+def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mapping[fx.Node, Needs]) -> Point:
+    """The strategies of `choice`, of which the fewest bytes are kept that may be at next to no cost; under
+    `Recompute.ALL` the fewest of all."""
+    everything = problem.settings.recompute is Recompute.ALL
+    own = keep_problem(problem, needs, only_free=not everything).at(choice)
+    prices = np.zeros(len(problem.vertices))
+    price = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
+    prices[-1:] = 2 * price  # what is computed again at once is there with what it is computed of
+    return _read(own, _cheapest_fates(own.costs(prices, price)), prices, price)
+
+
+def _cheapest_fates(costs: Costs) -> tuple[int, ...]:
+    """The least of `costs`, of which reductions leave next to nothing where strategies are given."""
+    try:
+        rest = reduced(costs)
+    except StrategyError:  # a strategy is impossible, whatever is kept
+        return (0,) * len(costs.unary)
+    order = elimination_order(rest.costs, TABLE_LIMIT)
+    return rest.whole(eliminate_in(rest.costs, affordable(rest.costs, order)).choice)
+
+
+def with_fates(problem: SearchProblem, found: Solution) -> Solution:
+    """`found`, a solution, with what is kept: the cheapest that keeps to the memory limit. Strategies stay as they are.
+    Raises DoesNotFitError where nothing does."""
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    first, limit = kept_for_free(problem, found.choice, needs), problem.settings.memory_limit
+    if limit is not None and first.peak > limit:
+        first = _Search(keep_problem(problem, needs, only_free=False).at(found.choice), limit, first).best(found)[0]
+        return replace(_solution(found, first, found.bound), binding=True)
+    return _solution(found, first, found.bound)
+
+
+def within_memory(problem: SearchProblem, free: Solution) -> Solution:
+    """The cheapest plan found that keeps to the memory limit of `problem`, with a bound on what any such plan costs.
+    `free`: the cheapest one without a limit. Raises DoesNotFitError where none is found.
+
+    Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
+    the cheapest plan changes from one that fits to one that does not: the price at which the two last found cost the
+    same is tried until neither is beaten (Handler & Zang, "A dual algorithm for the constrained shortest path
+    problem", 1980). Layers that are alike change all at once; so parts of the two plans are mixed, as far as that
+    fits; and where a gap is left, fates are chosen alone, with the strategies of either.
+
+    What is computed again of a stretch is there at once, and what stands between stretches is kept: where no plan is
+    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. Where a
+    search is much work, only the options are looked at
+    that seem worth it, with or without a price of a byte: see `_promising`.
+    """
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    first, limit = kept_for_free(problem, free.choice, needs), problem.settings.memory_limit
+    if limit is None or first.peak <= limit:
+        return _solution(free, first, free.bound)
+    whole = keep_problem(problem, needs, only_free=False)
+    found: list[tuple[Point, float]] = []
+    refused: list[DoesNotFitError] = []
+    tell(math.inf, free.bound)  # the plan that is known does not fit
+    for stretches in _cuts(whole):
+        if any(point.cost <= bound * (1 + WIDE_GAP) for point, bound in found):
+            break
+        try:
+            found.append(_best(replace(whole, stretches=stretches), free, limit, first))
+            tell(min(found, key=_cost)[0].cost, min(found, key=_cost)[1])
+        except DoesNotFitError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.least)
+    return replace(_solution(free, *min(found, key=_cost)), binding=True)
+
+
+def has_room(problem: SearchProblem, choice: tuple[int, ...]) -> bool:
+    """Whether a plan of these strategies fits, whatever is kept of it: where all that it has and makes, with what that
+    is converted to, would be there at once, and its gradients too, and as much again beside it."""
+    limit, vertices = problem.settings.memory_limit, problem.vertices
+    if limit is None:
+        return True
+    total = sum(float(v.options.memory[c] + v.options.made[c]) for v, c in zip(vertices, choice, strict=True))
+    for edge in problem.edges:
+        total += float(edge.table.held[edge.codes(vertices)[1][choice[edge.consumer]]])
+    return 3 * total <= limit
+
+
+def _cost(found: tuple[Point, float]) -> float:
+    return found[0].cost
+
+
+def _cuts(whole: KeepProblem) -> Iterator[tuple[int, ...]]:
+    """Where a graph is cut into stretches, one way after the other."""
+    yield whole.stretches
+    yield tuple(number // 2 for number in whole.stretches)
+    if len(whole.problem.vertices) <= FEW_VERTICES:
+        yield stretches_of(whole.problem, SHORTEST // 2)
+
+
+def _best(whole: KeepProblem, free: Solution, limit: float, first: Point) -> tuple[Point, float]:
+    """The cheapest plan found, and a bound."""
+    some, ceiling = _promising(whole, free, limit)
+    point, bound = _cheapest(whole, _Search(some, limit, first), free)
+    return point, max(free.bound, min(bound, ceiling))
+
+
+def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepProblem, float]:
+    """`whole` with so many options of each vertex that the cheapest plan at a price is little work, and what a plan
+    with another option costs at least: keeping less costs time and saves none, so that a bound without a limit is one
+    with it. Kept are those of `free`, and those by which plans can be cheapest, without a price of a byte and with one.
+    """
+    worth: list[list[Floats]] = []
+    some, dropped = whole, math.inf
+    if max(len(vertex.options) for vertex in whole.problem.vertices) <= FEW_OPTIONS:
+        return some, dropped
+    for many in MANY_OPTIONS:
+        if _work(some) <= LITTLE_WORK:
+            break
+        worth = worth or [_worth(whole.problem, free, price / limit) for price in (0.0, *PRICES)]
+        rows, dropped = _most_worth(whole.problem, free, worth, many)
+        some = whole.among(rows)
+    return some, dropped
+
+
+def _most_worth(
+    problem: SearchProblem, free: Solution, worth: list[list[Floats]], many: int
+) -> tuple[list[Codes], float]:
+    """Of each vertex the option of `free`, and the `many` that are worth most by each of `worth`; and the least that a
+    plan with another one costs, by the first. Vertices that are alike keep the same."""
+    alike: dict[int, set[int]] = {}
+    for i, vertex in enumerate(problem.vertices):
+        best = [np.argsort(each[i], kind="stable")[:many].tolist() for each in worth]
+        alike.setdefault(id(vertex.options), set()).update([free.choice[i]], *best)
+    dropped = MOST * free.cost
+    rows = {key: np.array(sorted(kept)) for key, kept in alike.items()}
+    for vertex, costs in zip(problem.vertices, worth[0], strict=True):
+        dropped = min(dropped, float(np.delete(costs, rows[id(vertex.options)]).min(initial=math.inf)))
+    return [rows[id(vertex.options)] for vertex in problem.vertices], dropped
+
+
+def _worth(problem: SearchProblem, free: Solution, price: float) -> list[Floats]:
+    """What a plan with each option costs at least when a byte that waits for the backward costs `price` times what
+    `free` does."""
+    written = network_of(problem)
+    extra = (price * free.cost * vertex.options.memory for vertex in problem.vertices)
+    unary = tuple(costs + more for costs, more in zip(written.unary, extra, strict=True))
+    chosen = zip(problem.vertices, free.choice, strict=True)
+    most = MOST * free.cost * (1 + price * sum(float(v.options.memory[c]) for v, c in chosen))
+    narrowing = Narrowing(replace(written, unary=unary).at_most(most), most)
+    for sweep in range(SWEEPS):
+        narrowing.sweep(forward=sweep % 2 == 0)
+    return narrowing.worth
+
+
+def _work(problem: KeepProblem) -> float:
+    """How much work the cheapest plan at a price is."""
+    return elimination_order(problem.costs(np.zeros(len(problem.stretches)))).work
+
+
+def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Point, float]:
+    """The cheapest plan of `search` with its bound, or one that has the strategies of a plan that it came by."""
+    point, bound = search.best(free)
+    if point.cost > bound * (1 + GAP):
+        for choice in dict.fromkeys((free.choice, search.above.choice, point.choice)):
+            with contextlib.suppress(DoesNotFitError):
+                own = _Search(whole.at(choice), search.limit, search.first).best(free)[0]
+                point = min(point, own, key=lambda p: p.cost)
+    return point, search.bound(free, point)
+
+
+def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
+    """Plans of which each holds less at its peak than the one before, and costs more: `free`, the cheapest, with what
+    is free to have again, then the optimum at one price of a byte after the other."""
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    first = kept_for_free(problem, free.choice, needs)
+    yield _solution(free, first, free.bound)
+    some, ceiling = _promising(keep_problem(problem, needs, only_free=False), free, first.peak)
+    tried, least, idle = _Search(some, 0.0, first), first.peak, 0
+    price = CURVE_FROM * max(free.cost, 1e-12) / max(first.peak, 1.0)
+    while idle < CURVE_IDLE:
+        point = tried.at_price(price)
+        tried.look_at(point)
+        idle = idle + 1 if point.peak >= least * (1 - CURVE_STEP) else 0
+        if not idle:
+            least = point.peak
+            yield _solution(free, point, max(free.bound, min(point.cost, ceiling)))
+        price *= CURVE_BY
+
+
+class _Search:
+    """The prices that were tried, and what was found."""
+
+    def __init__(self, problem: KeepProblem, limit: float, first: Point) -> None:
+        self.problem, self.limit = problem, limit
+        self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
+        self.first = self.above = first
+        self.order: EliminationOrder | None = None
+        self.known = problem.numbers(first.choice, first.keeping.fates)
+        self._start()
+
+    def best(self, free: Solution) -> tuple[Point, float]:
+        """The cheapest plan that is found, and a bound."""
+        above, below = self._bracket(free)
+        best = below
+        for _ in range(ROUNDS):
+            saved = float(self.weights @ (above.modelled - below.modelled))
+            if saved <= 0 or below.cost <= above.cost:
+                break
+            price = (below.cost - above.cost) / saved
+            point = self.at_price(price)
+            dual = point.cost + price * float(self.weights @ point.modelled)
+            if dual >= (below.cost + price * float(self.weights @ below.modelled)) * (1 - 1e-9):
+                break
+            if point.peak <= self.limit:
+                below = point
+                best = min(best, point, key=lambda p: p.cost)
+            else:
+                above = point
+        self.above = above
+        stretches = np.array(self.problem.stretches)
+        for parts in (stretches, self.problem.count - 1 - stretches, None):
+            if best.cost <= self.bound(free, best) * (1 + CLOSE):
+                break
+            mixed = self._mixed(above, below, self._apart(above, below) if parts is None else parts)
+            best = min([best, *mixed], key=lambda p: p.cost)
+        return best, self.bound(free, best)
+
+    def _bracket(self, free: Solution) -> tuple[Point, Point]:
+        """A plan that does not fit, and one that does: a byte costs more and more, at the times when too many are
+        held. Such times change with the plan: those of the last one count, or where that leads nowhere all of them."""
+        least = self.first
+        for forgetting in (True, False):
+            above, price = self.first, 1e-2 * free.cost / self.limit
+            self._start()
+            for _ in range(LADDER):
+                point = self.at_price(price)
+                least = min(least, point, key=lambda p: p.peak)
+                if point.peak <= self.limit:
+                    return above, point
+                above = point
+                self.look_at(point, forgetting)
+                price *= STEEP
+        raise _too_little(self.problem, least, self.limit)
+
+    def _start(self) -> None:
+        """A byte costs something at the peak of the first plan."""
+        self.weights = np.zeros(len(self.problem.stretches))
+        self.weights[int(self.first.held.argmax())] = 1.0
+
+    def at_price(self, price: float) -> Point:
+        """The cheapest plan when a byte at the peak costs `price`."""
+        prices = price * self.weights
+        point, found, self.order = _solved(self.problem, prices, self.order, self.known)
+        self.known = point.numbers
+        self.tried.append((prices, found.bound))
+        return point
+
+    def look_at(self, point: Point, forgetting: bool = False) -> None:
+        """From now on a byte costs something at the peak of `point` too; `forgetting`: and no more where `point` is
+        within the limit."""
+        if forgetting:
+            self.weights = np.where(point.held > self.limit, self.weights, 0.0)
+        when = int(point.held.argmax())
+        self.weights[when] = self.weights[when] or self.weights.max() or 1.0
+        self.weights /= self.weights.sum()
+
+    def _mixed(self, above: Point, below: Point, parts: Codes) -> Iterator[Point]:
+        """Plans that are `above` in the first parts, as many as fit, and `below` in the others. `parts`: the number of
+        the part that each vertex is in."""
+        low, high = 0, int(parts.max(initial=0)) + 1  # parts of `above` that fit, that do not
+        while high - low > 1:
+            many = (low + high) // 2
+            numbers = np.where(parts < many, above.numbers, below.numbers)
+            prices = np.where(parts < many, above.kept_prices, below.kept_prices)
+            point = _read(self.problem, tuple(int(n) for n in numbers), np.zeros(len(parts)), prices)
+            if math.isfinite(point.cost) and point.peak <= self.limit:
+                low = many
+                yield point
+            else:
+                high = many
+
+    def _apart(self, above: Point, below: Point) -> Codes:
+        """The parts in which the two plans differ, each of which touches no other, numbered in their order."""
+        graph = networkx.Graph()
+        graph.add_nodes_from(np.flatnonzero(np.array(above.numbers) != np.array(below.numbers)).tolist())
+        ends = ((edge.producer, edge.consumer) for edge in self.problem.problem.edges)
+        graph.add_edges_from((a, b) for a, b in ends if a in graph and b in graph)
+        parts = np.zeros(len(self.problem.stretches), dtype=np.intp)
+        for number, part in enumerate(sorted(map(sorted, networkx.connected_components(graph)))):
+            parts[part] = number
+        return parts
+
+    def bound(self, free: Solution, point: Point) -> float:
+        """What any plan that fits costs at least: beside what the search counts, others have to do with the room that
+        `point` takes."""
+        room = self.limit - (point.held - point.modelled)
+        bound = max([free.bound, *(dual - float(prices @ room) for prices, dual in self.tried)])
+        return min(bound, point.cost)
+
+
+def _solved(
+    problem: KeepProblem,
+    prices: Floats,
+    like: EliminationOrder | None = None,
+    known: tuple[int, ...] | None = None,
+) -> tuple[Point, Found, EliminationOrder]:
+    """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices;
+    `known`: the numbers of a plan."""
+    costs = problem.costs(prices)
+    order = (like and order_like(like, costs)) or elimination_order(costs, TABLE_LIMIT)
+    if order.quick or known is None:
+        found = eliminate_in(costs, affordable(costs, order))
+    else:
+        start = known
+        found = optimum(costs, TABLE_LIMIT, lambda: start)
+    return _read(problem, found.choice, prices), found, order
+
+
+def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: float | Floats = 0.0) -> Point:
+    kept: Kept = problem.read_off(numbers, at, between)
+    when = timeline(problem, kept.choice, kept)
+    held = np.maximum(when.total, when.forward)
+    if problem.problem.beside is not None:
+        held = held + problem.problem.beside
+    choice = problem.original(kept.choice)
+    return Point(numbers, choice, kept.keeping, kept.cost, kept.held, held, when, kept.prices)
+
+
+def _next_to_nothing(settings: Settings) -> float:
+    """A price of a byte at which only what is free is computed again."""
+    return CHEAP * settings.weights.compute / settings.profile.memory_bandwidth
+
+
+def _outweighing(problem: SearchProblem) -> float:
+    """A price of a byte beside which nothing else counts, within what floats can add up."""
+    heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
+    return 1e6 / max(heaviest, 1.0)
+
+
+def _solution(free: Solution, point: Point, bound: float) -> Solution:
+    return replace(free, choice=point.choice, cost=point.cost, bound=bound, keeping=point.keeping, held=point.when)
+
+
+def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitError:
+    """That no plan keeps to the limit; `least` is the plan that holds the least."""
+    of, always = problem.problem, least.when.always
+    phase, at = least.when.moment
+    held = [*((size, name) for name, size in always.items())]
+    if phase == "forward":
+        held.append((float(least.when.forward[at]) - sum(always.values()), "activations and what operators work with"))
+    else:
+        held += [
+            (float(least.when.kept[at]), "activations"), (float(least.when.again[at]), "what is computed again"),
+            (float(least.when.gradients[at]), "gradients of activations"),
+            (float(least.when.parameter_gradients[at]), "gradients of parameters"),
+        ]  # fmt: skip
+    held.sort(reverse=True)
+    heaviest = ", ".join(f"{name} {human(size)}" for size, name in held[:5] if size)
+    heaviest += f", in the {phase} of {of.vertices[at].name}"
+    where = f"on the mesh {of.settings.mesh}{AMONG if of.approximate else ''}"
+    return DoesNotFitError(where, least.peak, limit, heaviest)
