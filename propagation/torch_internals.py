@@ -33,6 +33,10 @@ Each name, and why:
     torch._C.DispatchKey               what an operator is made of: nothing public tells
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
+    _override_composite_..., _ignore_backend_decomps, _compiling_state_context, enable_python_dispatcher,
+    torch._subclasses.functional_tensor, has_data_mutation   what that traces a program with, so that single calls
+                                       can be traced in the same way (one_by_one.py)
+    torch.fx.proxy._COPY_META_FIELDS   what a node that is traced takes over from the node that is run
     torch._decomp.get_decompositions   what operators are in others; there is no public name
     torch.autograd.function._SingleLevelFunction   the class whose `apply` that of a Function calls
     torch.export._trace._EXPORT_...    what a call of torch.export resets when it ends, also one inside of another
@@ -83,7 +87,10 @@ from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import get_unwrapped, is_legacy_batchedtensor
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _compiling_state_context
 from torch._functorch import aot_autograd
+from torch._functorch._aot_autograd.functional_utils import has_data_mutation
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -93,13 +100,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, _trace, exported_program
-from torch.export.exported_program import _decompose_exported_program
+from torch.export._trace import _ignore_backend_decomps
+from torch.export.exported_program import _decompose_exported_program, _override_composite_implicit_decomp
 from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.proxy import _COPY_META_FIELDS
+from torch.fx.traceback import preserve_node_meta, set_current_meta
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -295,6 +306,43 @@ def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: M
     return decomposed
 
 
+@contextlib.contextmanager
+def tracing_calls(
+    mode: FakeTensorMode, composite: Mapping[Any, Any], others: Mapping[Any, Any]
+) -> Iterator[Callable[[Callable[..., Any], Sequence[torch.Tensor], torch.fx.Node], torch.fx.Graph]]:
+    """Gives a function that traces one call of a program as `decompose` would trace it there: what is called, fake
+    tensors of `mode` to call it with, and its node. It raises ValueError for a call that writes to an operand, which
+    not every schema says."""
+
+    def trace(call: Callable[..., Any], operands: Sequence[torch.Tensor], node: torch.fx.Node) -> torch.fx.Graph:
+        def called(*tensors: torch.Tensor) -> Any:
+            with preserve_node_meta(), set_current_meta(node):
+                given = call(*tensors)
+            if any(map(has_data_mutation, tensors)):
+                raise ValueError(f"{node.target} writes to an operand")
+            return given
+
+        functional = dispatch_functionalize(called, FunctionalTensorMode())
+        traced = make_fx(functional, decomposition_table=dict(others), record_stack_traces=True)
+        graph: torch.fx.Graph = traced(*operands).graph
+        return graph
+
+    with (
+        _generators_left_alone(), torch.device("cpu"), torch.no_grad(), mode, _ignore_backend_decomps(),
+        _compiling_state_context(), enable_python_dispatcher(), _override_composite_implicit_decomp(dict(composite)),
+        compiled_when_run(),
+    ):  # fmt: skip
+        yield trace
+
+
+def moved_meta(node: torch.fx.Node, old: torch.fx.Node, new: torch.fx.Node) -> dict[str, Any]:
+    """The meta data of a node that tracing the call `old` gave, as tracing `new` would give it."""
+    fields = ("stack_trace", *_COPY_META_FIELDS)
+    kept = {key: value for key, value in node.meta.items() if key not in fields or key not in old.meta}
+    kept.pop("from_node", None)
+    return kept | {key: new.meta[key] for key in fields if key in new.meta}
+
+
 def compiled_when_run() -> contextlib.AbstractContextManager[None]:
     """What make_fx gives meanwhile compiles its code when it first runs: most graphs are only read."""
     return _use_lazy_graph_module(True)
@@ -457,6 +505,7 @@ __all__ = [
     "makes_memory",
     "module_hooks",
     "modules_in",
+    "moved_meta",
     "overload_name_of",
     "parameters_in",
     "range_of",
@@ -470,6 +519,7 @@ __all__ = [
     "storage_key",
     "symbol_of",
     "symbols_in",
+    "tracing_calls",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

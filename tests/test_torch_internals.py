@@ -475,6 +475,31 @@ def test_an_exported_program_is_decomposed_but_for_the_operators_that_are_to_sta
     assert aten.addmm.default in {node.target for node in written.graph.nodes}
 
 
+def test_a_single_call_is_traced_as_in_a_program_that_is_decomposed(exported: torch.export.ExportedProgram) -> None:
+    inputs = exported.graph.find_nodes(op="placeholder")
+    call = next(iter(exported.graph.find_nodes(op="call_function", target=aten.linear.default)))
+    tensors = [node.meta["val"] for node in call.all_input_nodes]
+    whole = planning.decompose(exported, {}, {})
+    with planning.tracing_calls(inputs[0].meta["val"].fake_mode, {}, {}) as trace:
+        graph = trace(aten.linear.default, tensors, call)
+        with pytest.raises(ValueError, match="linear.default writes to an operand"):
+            trace(lambda x, *_: x.add_(1), tensors, call)
+    traced = [node for node in graph.nodes if node.op == "call_function"]
+    assert [node.target for node in traced] == [node.target for node in whole.graph.nodes if node.op == "call_function"]
+    assert all(node.meta["nn_module_stack"] == call.meta["nn_module_stack"] for node in traced)
+
+
+def test_what_a_traced_node_takes_over_is_known() -> None:
+    graph = fx.Graph()
+    traced, old, new = (graph.placeholder(name) for name in ("traced", "old", "new"))
+    old.meta = {"stack_trace": "old", "custom": {"old": 1}, "val": 0}
+    new.meta = {"stack_trace": "new", "nn_module_stack": {"new": 1}, "val": 1}
+    traced.meta = {**old.meta, "val": 2, "original_aten": aten.sin.default, "from_node": "old"}
+    assert planning.moved_meta(traced, old, new) == {
+        "stack_trace": "new", "nn_module_stack": {"new": 1}, "val": 2, "original_aten": aten.sin.default,
+    }  # fmt: skip
+
+
 def test_decomposing_leaves_the_random_generators_alone(exported: torch.export.ExportedProgram) -> None:
     before = torch.get_rng_state()
     planning.decompose(exported, {}, {})

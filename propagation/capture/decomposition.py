@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 
 from ..torch_internals import (
     OpOverload,
@@ -18,6 +19,7 @@ from ..torch_internals import (
     split_decompositions,
     tree_map,
 )
+from .one_by_one import written_one_by_one
 
 aten = torch.ops.aten
 
@@ -182,7 +184,7 @@ _SIMPLE = frozenset([
 ])  # fmt: skip
 
 
-def write_out(exported: ExportedProgram) -> ExportedProgram:
+def write_out(exported: ExportedProgram) -> tuple[fx.GraphModule, ExportGraphSignature]:
     """`exported.run_decompositions(written_out())`, in less time.
 
     That call overrides all of PyTorch's 500 composite operators each time, under 20 keys each, so that only the chosen
@@ -197,10 +199,14 @@ def write_out(exported: ExportedProgram) -> ExportedProgram:
         if isinstance(node.target, OpOverload)
     }
     if not all(map(_becomes_no_composite, called)):
-        decomposed: ExportedProgram = exported.run_decompositions(written_out())
-        return decomposed
+        return _parts(exported.run_decompositions(written_out()))
     composite, others = _tables()
-    return decompose(exported, {op: composite[op] for op in called if op in composite}, others)
+    kept = {op: composite[op] for op in called if op in composite}
+    return written_one_by_one(exported, kept, others) or _parts(decompose(exported, kept, others))
+
+
+def _parts(exported: ExportedProgram) -> tuple[fx.GraphModule, ExportGraphSignature]:
+    return exported.graph_module, exported.graph_signature
 
 
 def _becomes_no_composite(operator: OpOverload) -> bool:

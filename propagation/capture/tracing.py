@@ -149,7 +149,7 @@ def trace(attempt: Attempt) -> Traced:
     structures: list[tuple[Structure, Structure]] = []
     outside = OutsideTensors()
     try:
-        program, read = _exported(attempt, Flat(attempt, structures, outside))
+        module, signature, constants, read = _exported(attempt, Flat(attempt, structures, outside))
     except PartwayError:
         raise
     except Exception as error:  # torch.export raises many types; the caller's code may raise any
@@ -162,10 +162,8 @@ def trace(attempt: Attempt) -> Traced:
             f"should reach ({', '.join(outside.needing_gradients)}); shard the module they belong to, or pass them as "
             "arguments"
         )
-    name_frames(program.graph_module, fn)
-    return Traced(
-        program.graph_module, program.graph_signature, program.constants, *structures[-1], read=outside.read + read
-    )
+    name_frames(module, fn)
+    return Traced(module, signature, constants, *structures[-1], read=outside.read + read)
 
 
 def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
@@ -176,8 +174,11 @@ def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
     return traced
 
 
-def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch.Tensor]]:
-    """The functional program of `flat`, and the tensors from outside that it reads as numbers."""
+def _exported(
+    attempt: Attempt, flat: Flat
+) -> tuple[fx.GraphModule, ExportGraphSignature, Mapping[str, Any], list[torch.Tensor]]:
+    """The functional program of `flat`, with its signature and constants, and the tensors from outside that it reads as
+    numbers."""
     fn, answering = attempt.fn, attempt.answering
     before = _capturing.get()
     with (
@@ -208,7 +209,7 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
                     f"{name_of(fn)} computes with random numbers that decide its course, too; draw others for that"
                 )
             read = tensors_read(program)
-            return write_out(_without_questions(program)), read
+            return *write_out(_without_questions(program)), program.constants, read
 
 
 def _of_size(number: int) -> torch.Tensor:
