@@ -10,12 +10,14 @@ what each test took:
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 SECONDS = 1.25  # that a test of `make test` may take, beside another worker
+_GROUP = re.compile(r"@[^\]]*$")  # that xdist adds to a name
 LONG = Path(__file__).parents[1] / "long.txt"
 
 # What is run however long it takes, by how its name begins: a training under a launcher, and one test of each mechanism
@@ -46,7 +48,7 @@ def took(path: str) -> Iterator[tuple[str, float]]:
     """Each test of a report of pytest, as it names tests, with its seconds."""
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         file = case.get("classname", "").replace(".", "/")
-        yield f"{file}.py::{case.get('name', '').split('@ranks')[0]}", float(case.get("time", 0))
+        yield f"{file}.py::{_GROUP.sub('', case.get('name', ''))}", float(case.get("time", 0))
 
 
 def write(reports: Iterable[str]) -> None:

@@ -51,7 +51,7 @@ def interrupted(run: Callable[[], object], moment: int) -> int:
             frame.f_code.co_name == "_use_grad"
         ):  # of torch.optim: in its `finally` an interrupt leaves gradients disabled
             return None
-        return line if frame.f_code.co_filename.startswith((*OURS, OPTIMIZERS, "<partway")) else None
+        return line if frame.f_code.co_filename.startswith((OURS, OPTIMIZERS, "<partway")) else None
 
     before = sys.gettrace()
     sys.settrace(call)

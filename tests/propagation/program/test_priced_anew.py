@@ -53,7 +53,7 @@ from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.propagate import sharding_propagation
 from partway.propagation.search.recursive import recursive_programming
-from partway.propagation.search.solution import Solution, verify_solution
+from partway.propagation.search.solution import Solution, solution_of, verify_solution
 from partway.propagation.search.within_memory import within_memory
 from partway.strategy import Layout, Mesh
 from partway.strategy.placement import Kind
@@ -275,8 +275,8 @@ def test_equal_blocks_cost_the_same_solved_once_or_one_by_one(sizes: tuple[int, 
     assert once.proven
     assert each.proven
     assert once.cost == pytest.approx(each.cost, rel=1e-12)
-    for solution in (once, each):
-        check(problem, solution)
+    for found in (once, each):
+        check(problem, solution_of(found))
 
 
 def test_each_block_more_costs_the_same() -> None:
