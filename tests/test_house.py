@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,6 +140,14 @@ def test_each_module_has_a_test_of_its_name_or_is_covered_by_others() -> None:
 @pytest.mark.parametrize("room", [module for module in MODULES if module.endswith("__init__.py")])
 def test_a_room_says_what_it_is(room: str) -> None:
     assert ast.get_docstring(tree_of(MODULES[room]))
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """But for `Broadcast`, MindSpore's operator in `pw.ops.classes` and the placement."""
+    names = Counter(
+        node.name for path in MODULES.values() for node in tree_of(path).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == ["Broadcast"]
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -74,7 +74,7 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
             elif node.target is operator.getitem:
                 env[node] = env[node.args[0]][node.args[1]]
             else:
-                call = _Call(node, env)
+                call = _TracedCall(node, env)
                 if call.kind not in kinds:
                     kinds[call.kind] = _Written(node, trace(call.run, call.examples(), node))
                 env[node] = kinds[call.kind].copy(made, call)
@@ -85,7 +85,7 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
 def _repeats(graph: fx.Graph) -> bool:
     """Whether many calls of a graph are like others."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-    kinds = {_Call(node, {each: each for each in node.all_input_nodes}).kind for node in calls}
+    kinds = {_TracedCall(node, {each: each for each in node.all_input_nodes}).kind for node in calls}
     return len(calls) >= _CALLS_OF_A_KIND * len(kinds)
 
 
@@ -119,7 +119,7 @@ def _is_plain_tensor(val: Any) -> bool:
     )  # fmt: skip
 
 
-class _Place:
+class _ResultPlace:
     """An operand of a call, by its place."""
 
     def __init__(self, place: int) -> None:
@@ -129,7 +129,7 @@ class _Place:
         return f"%{self._place}"
 
 
-class _Call:
+class _TracedCall:
     """A call of a program, with operands of what is made of that.
 
     operands   these, each once: what was apart may be one now, as where a cast was none
@@ -143,7 +143,7 @@ class _Call:
         self.operands: list[fx.Node] = list(dict.fromkeys(each for each in leaves if isinstance(each, fx.Node)))
         self.kind: Any = node  # a region is like no other
         if isinstance(node.target, OpOverload):
-            places: dict[fx.Node, Any] = {operand: _Place(place) for place, operand in enumerate(self.operands)}
+            places: dict[fx.Node, Any] = {operand: _ResultPlace(place) for place, operand in enumerate(self.operands)}
             text = repr(fx.node.map_arg(self._arguments, places.__getitem__))  # in which 1, 1.0 and True differ
             self.kind = node.target, text, tuple(_known(operand.meta["val"]) for operand in self.operands)
 
@@ -175,7 +175,7 @@ class _Written:
     def __init__(self, first: fx.Node, graph: fx.Graph) -> None:
         self._first, self._graph = first, graph
 
-    def copy(self, made: fx.Graph, call: _Call) -> Any:
+    def copy(self, made: fx.Graph, call: _TracedCall) -> Any:
         """What `call` gives, written into `made`: a node, several, or nothing. Raises KeyError where the graph has more
         than operands and calls, such as constants."""
         own = dict(zip(self._graph.find_nodes(op="placeholder"), call.operands, strict=True))

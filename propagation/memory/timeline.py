@@ -36,7 +36,7 @@ from .keeping import Fate, KeepProblem, Kept
 
 
 @dataclass(frozen=True)
-class Timeline:
+class HeldBytes:
     """Bytes on one device while the backward is at each vertex, by what holds them.
 
     always    parameters, what the optimizer keeps, inputs and results, throughout the backward
@@ -67,7 +67,7 @@ class Timeline:
         return sum(self.always.values()) + self.kept + self.again + self.gradients + self.parameter_gradients
 
 
-def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> Timeline:
+def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> HeldBytes:
     """The timeline of `choice`, options of the vertices of `problem`, with the fates of `kept`."""
     return _Timeline(problem, choice, kept).made()
 
@@ -98,7 +98,7 @@ class _Timeline:
         self.changes[what][first] += size
         self.changes[what][last + 1] -= size
 
-    def made(self) -> Timeline:
+    def made(self) -> HeldBytes:
         """Add up all intervals."""
         self._values()
         self._conversions()
@@ -106,7 +106,7 @@ class _Timeline:
         sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
         self._forward()
         before = sum(self.always.values()) - self.always["results"]  # each is counted from where it is made on
-        return Timeline(self.always, np.cumsum(self.made_so_far[:-1]) + before, **sums)
+        return HeldBytes(self.always, np.cumsum(self.made_so_far[:-1]) + before, **sums)
 
     def _values(self) -> None:
         self._read_through()

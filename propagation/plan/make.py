@@ -20,7 +20,7 @@ from ..graph.nodes import (
     value,
 )
 from ..memory.keeping import Fate
-from ..memory.timeline import Timeline
+from ..memory.timeline import HeldBytes
 from ..problem.problem import SearchProblem, Vertex, VertexKind
 from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option
@@ -117,7 +117,7 @@ def _types(node: fx.Node) -> tuple[str, ...]:
     return tuple(described(each) for each in (made if isinstance(made, (tuple, list)) else (made,)))
 
 
-def _memory(held: Timeline, vertices: Sequence[Vertex]) -> Memory:
+def _memory(held: HeldBytes, vertices: Sequence[Vertex]) -> Memory:
     """What is held when most is."""
     if not vertices:
         return Memory(parameters=0, gradients=0, activations=0)

@@ -43,7 +43,7 @@ from ..rules.custom import without_rule
 from ..rules.rule import Rule
 from ..rules.table import is_elementwise, rule_of
 from .islands import option_of_island
-from .operator_options import Call, cheapest, operator_options
+from .operator_options import OperatorCall, cheapest, operator_options
 from .problem import Allowed, Edge, Fallback, Options, SearchProblem, Settings, TensorFacts, Vertex, VertexKind
 from .weights_read import weights_read
 
@@ -240,7 +240,7 @@ class _Formulation:
         """`batched`: the operands that are led by the batch's dim; None: next to an annotation that does not count."""
         rule = rule_of(node, self.settings.rules)
         results = tuple(map(self._table_or_none, produced))
-        call = Call(
+        call = OperatorCall(
             rule=rule,
             operands=tuple(map(self._table_or_none, sources)),
             results=results,

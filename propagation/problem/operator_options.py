@@ -36,7 +36,7 @@ Tables = tuple[ConversionTable | None, ...]  # of several tensors; None: it is n
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class OperatorCall:
     """One call of an operator, as its options see it.
 
     rule                None: it has none, and can only be replicated
@@ -89,13 +89,13 @@ class _Rows:
         operands, results = (tuple(codes[keep] for codes in side) for side in (self.operands, self.results))
         return _Rows(self.factors[keep], operands, results, self.devices[keep], self.parts[keep])
 
-    def tensors(self, call: Call) -> Iterator[tuple[ConversionTable, Codes]]:
+    def tensors(self, call: OperatorCall) -> Iterator[tuple[ConversionTable, Codes]]:
         """The table and the layouts of every operand, then of every result."""
         yield from _tensors(call.operands, self.operands)
         yield from _tensors(call.results, self.results)
 
 
-def operator_options(call: Call, settings: Settings) -> Options:
+def operator_options(call: OperatorCall, settings: Settings) -> Options:
     """All options of an operator that divide evenly, less those that the settings leave out."""
     rule, choices = call.rule, _on_one_axis(call)
     if rule is None:
@@ -114,7 +114,7 @@ def operator_options(call: Call, settings: Settings) -> Options:
 # -- which there are
 
 
-def _on_one_axis(call: Call) -> tuple[AxisOption, ...]:
+def _on_one_axis(call: OperatorCall) -> tuple[AxisOption, ...]:
     """What the operator may do on one axis."""
     if call.rule is None:
         operands, results = len(call.operands), len(call.results)
@@ -124,7 +124,7 @@ def _on_one_axis(call: Call) -> tuple[AxisOption, ...]:
     return tuple(option for option in options if _exists(option, call))
 
 
-def _exists(option: AxisOption, call: Call) -> bool:
+def _exists(option: AxisOption, call: OperatorCall) -> bool:
     """Whether the tensors of an operator can be placed so. Addends of constants alone would be work done twice."""
     addends = [c for c, p in zip(call.constant, option.operands, strict=True) if isinstance(p, Partial)]
     if addends and all(addends):
@@ -133,7 +133,7 @@ def _exists(option: AxisOption, call: Call) -> bool:
     return all(table is None or placement in table.states for table, placement in placed)
 
 
-def _every(call: Call, rule: Rule, choices: tuple[AxisOption, ...], settings: Settings) -> tuple[_Rows, Mask]:
+def _every(call: OperatorCall, rule: Rule, choices: tuple[AxisOption, ...], settings: Settings) -> tuple[_Rows, Mask]:
     """One of `choices` on every axis, and for which of these rows every tensor and factor has enough elements."""
     picks = digits_of(len(choices), len(settings.mesh.axes))
     sizes = np.array(settings.mesh.sizes)
@@ -172,7 +172,7 @@ def _codes_of(table: ConversionTable | None, placements: list[Placement], picks:
 # -- which the settings leave
 
 
-def _preferred(call: Call, rule: Rule, rows: _Rows, keep: Mask, settings: Settings) -> Mask:
+def _preferred(call: OperatorCall, rule: Rule, rows: _Rows, keep: Mask, settings: Settings) -> Mask:
     """Of the rows in `keep`, those that the settings leave: aligned slices, the batch by default, even use of the
     devices."""
     if rule.flops and settings.slice_align > 1:
@@ -187,7 +187,7 @@ def _preferred(call: Call, rule: Rule, rows: _Rows, keep: Mask, settings: Settin
     return keep
 
 
-def _aligned(call: Call, rows: _Rows, multiple: int) -> Mask:
+def _aligned(call: OperatorCall, rows: _Rows, multiple: int) -> Mask:
     """The rows under which a slice of the last dim of every tensor has a multiple of `multiple` elements."""
     aligned = np.ones(len(rows.factors), dtype=bool)
     for table, codes in rows.tensors(call):
@@ -213,7 +213,9 @@ def cheapest(options: Options, count: int | None) -> Options:
 # -- what they cost
 
 
-def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+def _work(
+    call: OperatorCall, rule: Rule, rows: _Rows, settings: Settings
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Of every row the seconds and the flops of the operator on one device, forward and backward, the bytes of its
     results that are kept at most, the seconds of one more forward, and the bytes that its results take up.
 
@@ -238,7 +240,7 @@ def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floa
 
 
 def _seconds(
-    call: Call, rule: Rule, rows: _Rows, flops: Floats, moved: Floats, results: Floats, settings: Settings
+    call: OperatorCall, rule: Rule, rows: _Rows, flops: Floats, moved: Floats, results: Floats, settings: Settings
 ) -> tuple[Floats, Floats]:
     """Of every row the seconds of a forward, and of the backward with what it computes again."""
     profile, rates = settings.profile, call.rates
@@ -258,24 +260,24 @@ def _seconds(
     return again, backward + (again if call.recomputed else 0.0)
 
 
-def _backward_passes(call: Call, rule: Rule) -> float:
+def _backward_passes(call: OperatorCall, rule: Rule) -> float:
     """How often the backward does as much work as the forward."""
     passes = float(_products(call, rule)) if rule.flops else BACKWARD_FACTOR
     return passes + (1.0 if call.recomputed else 0.0)
 
 
-def _products(call: Call, rule: Rule) -> int:
+def _products(call: OperatorCall, rule: Rule) -> int:
     """How many operands of a contraction have a gradient, for each of which its backward computes a product."""
     return max(sum(reached and i not in rule.additive for i, reached in enumerate(call.reached)), 1)
 
 
-def _has_addends(call: Call, rows: _Rows) -> Any:
+def _has_addends(call: OperatorCall, rows: _Rows) -> Any:
     """Of every row whether a result of it is Partial on some axis."""
     placed = [(t, t.digits[codes]) for t, codes in _tensors(call.results, rows.results) if t.partial]
     return sum(((digits == len(t.states) - 1).any(axis=1) for t, digits in placed), np.False_)
 
 
-def _exchanges(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> Floats:
+def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, settings: Settings) -> Floats:
     """What the exchanges cost under every row that make the windows of operands, and add up their gradients."""
     mesh, weights, cost = settings.mesh, settings.weights, np.zeros(len(rows.factors))
     names = tuple(rule.sizes)

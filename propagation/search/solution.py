@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ...strategy.errors import VerifyError
 from ..memory.keeping import Keeping, cost_with_fates
-from ..memory.timeline import Timeline
+from ..memory.timeline import HeldBytes
 from ..minsum.found import Found
 from ..problem.problem import SearchProblem
 
@@ -42,7 +42,7 @@ class Solution(Found):
     replayed: bool = False
     of_other_sizes: bool = False
     keeping: Keeping | None = None
-    held: Timeline | None = field(default=None, compare=False)
+    held: HeldBytes | None = field(default=None, compare=False)
     binding: bool = False
     ends: Ends | None = None
 

@@ -25,7 +25,7 @@ from ..cost.conversion import Codes, Floats
 from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from ..memory.needs import Needs, needs_of
 from ..memory.stretches import SHORTEST, stretches_of
-from ..memory.timeline import Timeline, timeline
+from ..memory.timeline import HeldBytes, timeline
 from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
 from ..minsum.found import Found
 from ..minsum.narrow import Narrowing
@@ -67,7 +67,7 @@ class Point:
     cost: float
     modelled: Floats
     held: Floats
-    when: Timeline
+    when: HeldBytes
     kept_prices: Floats = field(repr=False)
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from partway.ps.service.job import Job
 from partway.ps.service.pieces import Parameter, RowRange
-from partway.ps.service.shelf import Record, Snapshot, open_shelf, viewing
+from partway.ps.service.shelf import Record, ShelfSnapshot, open_shelf, viewing
 from partway.ps.service.update import OptimizerMaker, ServerShard, Table, is_of_rows
 from partway.ps.service.wire import array_of, bytes_of, name_of, tensor_from, tensor_of
 from partway.strategy.errors import RuntimeStateError
@@ -101,7 +101,7 @@ class Server:
         self._parameters = {parameter.index: parameter for parameter in job.parameters}
         self._shelf = open_shelf(folder, job.durability)
         self._folder = folder
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: dict[str, ShelfSnapshot] = {}
         self._counts = {"prepared": 0, "applied": 0, "repeated": 0}
         self._version = 0
         self._seen: dict[int, int] = {}  # the last step of each worker (async mode)
@@ -221,7 +221,7 @@ class Server:
         self._step(dense, rows, decision.options, version, [b"g/"])
         self._counts["applied"] += len(decision.members)
 
-    def _pushed(self, view: Snapshot, version: int, worker: int) -> PushedGradients:
+    def _pushed(self, view: ShelfSnapshot, version: int, worker: int) -> PushedGradients:
         prefix = _gradients_key(version, worker)
         text = view.get(prefix + b"h")
         if text is None:
@@ -419,7 +419,7 @@ class Server:
             return self._records(key, whole=True), [journal]
         return [*self._records(key), (journal + self._version.to_bytes(8, "big"), memoryview(rows.reshape(-1)))], []
 
-    def _kept(self, view: Snapshot, key: str) -> Moved:
+    def _kept(self, view: ShelfSnapshot, key: str) -> Moved:
         """A piece as the records have it."""
         prefix = b"p/%s/" % key.encode()
         head = json.loads(bytes(view.get(prefix + b"h")))
@@ -435,7 +435,7 @@ class Server:
         }
         return Moved(piece, array_of(value), state | _numbers_in(head["numbers"]))
 
-    def _kept_table(self, view: Snapshot, piece: RowRange, parameter: Parameter, head: dict[str, Any]) -> Moved:
+    def _kept_table(self, view: ShelfSnapshot, piece: RowRange, parameter: Parameter, head: dict[str, Any]) -> Moved:
         prefix, count = b"p/%s/r" % piece.key.encode(), piece.stop - piece.start
         shape = (count, *parameter.shape[1:])
         kinds = ["int64", *[parameter.dtype] * (1 + len(head["keys"]))]

@@ -30,7 +30,7 @@ class Full(RuntimeStateError):
     """The disk has no room for what is to be kept; nothing was changed."""
 
 
-class Snapshot(Protocol):
+class ShelfSnapshot(Protocol):
     """The records at one moment."""
 
     def get(self, key: bytes) -> Any:
@@ -53,7 +53,7 @@ class Shelf(Protocol):
     def reserve(self, size: int) -> None:
         """Have room for a commit of about `size` bytes. Raises Full."""
 
-    def view(self) -> Snapshot:
+    def view(self) -> ShelfSnapshot:
         """The records as they are now, whatever comes later."""
 
     def sync(self) -> None:
@@ -85,7 +85,7 @@ class _InMemory:
                 del self._records[key]
         self._records.update(new)
 
-    def view(self) -> Snapshot:
+    def view(self) -> ShelfSnapshot:
         return _InMemory(dict(self._records))
 
     def get(self, key: bytes) -> Any:
@@ -158,7 +158,7 @@ class _OnDisk:
                 pages += 2 * (len(key) + 32) / _PAGE + math.ceil((len(value) + 16) / _PAGE)
         return int(pages * _PAGE)
 
-    def view(self) -> Snapshot:
+    def view(self) -> ShelfSnapshot:
         return _OfTransaction(self._env.begin(buffers=True))
 
     def sync(self) -> None:
@@ -198,7 +198,7 @@ def _remove(transaction: Any, prefix: bytes) -> None:
 
 
 @contextmanager
-def viewing(shelf: Shelf) -> Iterator[Snapshot]:
+def viewing(shelf: Shelf) -> Iterator[ShelfSnapshot]:
     """The records as they are now, for as long as the block."""
     view = shelf.view()
     try:

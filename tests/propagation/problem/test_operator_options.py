@@ -9,7 +9,7 @@ import torch
 from partway.propagation.cost.conversion import conversion_table
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.problem.operator_options import Call, cheapest, operator_options
+from partway.propagation.problem.operator_options import OperatorCall, cheapest, operator_options
 from partway.propagation.problem.problem import Settings
 from partway.propagation.rules.rule import Rule
 from partway.strategy import BROADCAST, REPLICATE, Mesh
@@ -28,7 +28,7 @@ def matmul(m, k, n, **changes):
         ((("m",), ("k",)), (("k",), ("n",))), ((("m",), ("n",)),), {"m": m, "k": k, "n": n}, frozenset("k"),
         linear=(frozenset({0}), frozenset({1})), flops=2.0 * m * k * n,
     )  # fmt: skip
-    call = Call(
+    call = OperatorCall(
         rule, tuple(tables[:2]), (tables[2],), torch.float32, (False, False), (True, True), differentiated=True,
         recomputed=False, in_place=False, view=False, by_batch=True,
     )  # fmt: skip
