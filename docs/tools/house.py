@@ -46,13 +46,17 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str, every: Mapping[str, Path]) -> str:
-    """The package that a module is in."""
-    return module if every[module].name == "__init__.py" else module.rpartition(".")[0]
+    """The package that a module is in; what a stage takes of PyTorch's private names is a room of its own."""
+    return (
+        module
+        if module.endswith(".torch_internals") or every[module].name == "__init__.py"
+        else module.rpartition(".")[0]
+    )
 
 
 def imports(module: str, every: Mapping[str, Path]) -> Iterator[str]:
     """The modules of Partway that a module imports when it is imported."""
-    package = room_of(module, every)
+    package = module if every[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.parse(every[module].read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
@@ -157,6 +161,8 @@ def table(sizes: Mapping[str, tuple[int, int]]) -> str:
     lines = ["| room | modules | lines | |", "| --- | ---: | ---: | --- |"]
     for room, (count, length) in sorted(sizes.items()):
         path = Path(os.path.realpath(ROOT.joinpath(*room.split(".")))).relative_to(ROOT).as_posix()
+        if room.endswith(".torch_internals"):
+            continue
         text = (ROOT / path / "__init__.py").read_text(encoding="utf-8")
         said = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].replace("\n", " ")
         lines.append(f"| [{path}/](../../{path}/__init__.py) | {count} | {length:,} | {said} |")
