@@ -1,4 +1,4 @@
-"""Draws the house from its imports: docs/images/house.svg, and the table of docs/design/house.md.
+"""Draws the house from its imports: docs/design/house.svg, and the table of docs/design/house.md.
 
     python docs/tools/house.py
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import networkx
 
 ROOT = Path(__file__).parents[2]
-DRAWING = ROOT / "docs" / "images" / "house.svg"
+DRAWING = ROOT / "docs" / "design" / "house.svg"
 PAGE = ROOT / "docs" / "design" / "house.md"
 BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
 COLOURS = {
