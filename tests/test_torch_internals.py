@@ -482,7 +482,7 @@ def test_a_single_call_is_traced_as_in_a_program_that_is_decomposed(exported: to
     whole = planning.decompose(exported, {}, {})
     with planning.tracing_calls(inputs[0].meta["val"].fake_mode, {}, {}) as trace:
         graph = trace(aten.linear.default, tensors, call)
-        with pytest.raises(ValueError, match=r"linear\.default writes to an operand"):
+        with pytest.raises(ValueError, match="writes to an operand"):
             trace(lambda x, *_: x.add_(1), tensors, call)
     traced = [node for node in graph.nodes if node.op == "call_function"]
     assert [node.target for node in traced] == [node.target for node in whole.graph.nodes if node.op == "call_function"]

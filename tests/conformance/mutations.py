@@ -752,6 +752,31 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
     ),
+    "A call is written out as another only where it is written alike": (
+        *of_file(
+            "propagation/capture/one_by_one.py",
+            (
+                "numbers of other types are other calls",
+                "self.kind = node.target, text,", 'self.kind = node.target, text.replace(".0", ""),',
+                "propagation/capture/test_one_by_one.py"
+                "::test_calls_of_one_operator_are_of_one_kind_only_where_they_are_written_alike[numbers]",
+            ),
+            (
+                "operands that lie otherwise in memory are others",
+                "val.stride(), val.storage_offset(), val.requires_grad", "val.requires_grad",
+                "propagation/capture/test_one_by_one.py"
+                "::test_calls_of_one_operator_are_of_one_kind_only_where_they_are_written_alike[layouts]",
+            ),
+        ),
+        *of_file(
+            "propagation/torch_internals.py",
+            (
+                "a call that writes though its schema does not say so is found",
+                "if any(map(has_data_mutation, tensors)):", "if False:",
+                "propagation/capture/test_one_by_one.py::test_what_is_not_certain_is_written_out_whole[write_unsaid]",
+            ),
+        ),
+    ),
     "What is on disk is used only for what it was made for": (
         *of_file(
             "partway/compiler/cache.py",
