@@ -24,6 +24,11 @@ class Found:
     width: int = 1
 
     @property
+    def gap(self) -> float:
+        """How far above the bound the cost may lie, relative to the cost."""
+        return (self.cost - self.bound) / max(abs(self.cost), 1e-12)
+
+    @property
     def proven(self) -> bool:
         """Whether nothing costs less."""
-        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
+        return self.gap <= 1e-9
