@@ -31,4 +31,4 @@ class Found:
     @property
     def proven(self) -> bool:
         """Whether nothing costs less."""
-        return self.gap <= 1e-9
+        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
