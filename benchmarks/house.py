@@ -23,7 +23,7 @@ from torch import nn
 import partway as pw
 
 ROOT = os.path.dirname(str(pw.__file__)) + os.sep
-KITS = ("checking", "checkpoints", "data", "doctor", "integrations", "measure", "operator", "ps", "show")
+KITS = {path.name for path in (Path(__file__).parents[1] / "kits").iterdir()}
 
 
 def visited(step: Callable[[], object]) -> tuple[set[str], int]:

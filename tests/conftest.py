@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import tiers
+from afresh import start_afresh
 from random_examples import register_profiles
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
@@ -29,25 +30,14 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _defaults():
     """Each test starts with the default options and the same seed, and leaves the options so."""
-    _start_afresh()
+    if torch := sys.modules.get("torch"):
+        torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
+    start_afresh()
     yield
     if torch := sys.modules.get("torch"):
         on = torch._C._is_torch_function_enabled()
         assert on, "this test left __torch_function__ turned off for its thread"
-    _start_afresh()
-
-
-def _start_afresh():
-    """As `start_afresh` of rank.py, without importing what a test does not."""
-    if "partway.context" in sys.modules:
-        from rank import start_afresh
-
-        start_afresh()
-    elif torch := sys.modules.get("torch"):
-        torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
-        torch.manual_seed(0)
-    if torch := sys.modules.get("torch"):
-        torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
+    start_afresh()
 
 
 @pytest.fixture

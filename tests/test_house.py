@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import tiers
-from sources import sources, tree_of
+from sources import functions_of, sources, tree_of
 
 TESTS = Path(__file__).parent
 
@@ -203,14 +203,8 @@ def test_all_that_is_public_has_a_docstring() -> None:
 def test_what_is_long_is_there() -> None:
     """A test of another name would be in `make test` again, unnoticed."""
     tests = {name.partition("[")[0] for name in tiers.long()}
-    files = {name.partition("::")[0] for name in tests}
-    there = {
-        f"{file}::{node.name}"
-        for file in files
-        if (TESTS.parent / file).exists()
-        for node in tree_of(TESTS.parent / file).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    paths = {file: TESTS.parent / file for file in (name.partition("::")[0] for name in tests)}
+    there = {f"{file}::{name}" for file, path in paths.items() if path.exists() for name in functions_of(path)}
     assert sorted(tests - there) == []
 
 

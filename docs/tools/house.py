@@ -45,18 +45,19 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def package_of(module: str, every: Mapping[str, Path]) -> str:
+    """The package that a module is in."""
+    return module if every[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
 def room_of(module: str, every: Mapping[str, Path]) -> str:
-    """The package that a module is in; what a stage takes of PyTorch's private names is a room of its own."""
-    return (
-        module
-        if module.endswith(".torch_internals") or every[module].name == "__init__.py"
-        else module.rpartition(".")[0]
-    )
+    """As `package_of`, but what a stage takes of PyTorch's private names is a room of its own."""
+    return module if module.endswith(".torch_internals") else package_of(module, every)
 
 
 def imports(module: str, every: Mapping[str, Path]) -> Iterator[str]:
     """The modules of Partway that a module imports when it is imported."""
-    package = module if every[module].name == "__init__.py" else module.rpartition(".")[0]
+    package = package_of(module, every)
     for node in ast.parse(every[module].read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
@@ -77,11 +78,16 @@ def edges(every: Mapping[str, Path]) -> Counter[tuple[str, str]]:
     return found
 
 
-def heights(rooms: Collection[str], leads: Collection[tuple[str, str]]) -> dict[str, int]:
-    """How many rooms stand below each, one on another; rooms that import each other stand side by side."""
+def _together(rooms: Collection[str], leads: Collection[tuple[str, str]]) -> networkx.DiGraph:
+    """The graph of the rooms, in which those that import each other are one."""
     graph = networkx.DiGraph([*leads])
     graph.add_nodes_from(rooms)
-    together = networkx.condensation(graph)
+    return networkx.condensation(graph)
+
+
+def heights(rooms: Collection[str], leads: Collection[tuple[str, str]]) -> dict[str, int]:
+    """How many rooms stand below each, one on another; rooms that import each other stand side by side."""
+    together = _together(rooms, leads)
     height: dict[int, int] = {}
     for number in reversed(list(networkx.topological_sort(together))):
         height[number] = 1 + max((height[below] for below in together.successors(number)), default=-1)
@@ -98,9 +104,7 @@ def levels(rooms: Collection[str], leads: Collection[tuple[str, str]]) -> dict[s
 
 def direct(rooms: Collection[str], leads: Collection[tuple[str, str]]) -> set[tuple[str, str]]:
     """Those that no way over other rooms says already, and those between rooms that import each other."""
-    graph = networkx.DiGraph([*leads])
-    graph.add_nodes_from(rooms)
-    together = networkx.condensation(graph)
+    together = _together(rooms, leads)
     of = together.graph["mapping"]
     kept = set(networkx.transitive_reduction(together).edges)
     return {(one, other) for one, other in leads if of[one] == of[other] or (of[one], of[other]) in kept}

@@ -12,9 +12,7 @@ import torch
 
 from partway.annotations.constrain import constrained_modules
 from partway.compiler.cache import cache_folder
-from partway.compiler.passes import (
-    own_saved_tensors,
-)
+from partway.compiler.passes import own_saved_tensors
 from partway.graphs.record import Record
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext

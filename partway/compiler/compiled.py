@@ -11,15 +11,7 @@ import torch
 
 from partway.annotations.annotate import Annotations
 from partway.compiler.cache import Entry
-from partway.compiler.passes import (
-    PlanDraft,
-    Planned,
-    StepDraft,
-    accumulated,
-    fused,
-    make_step,
-    make_step_again,
-)
+from partway.compiler.passes import PlanDraft, Planned, StepDraft, accumulated, fused, make_step, make_step_again
 from partway.compiler.plan_inputs import PlanInputs
 from partway.compiler.planning_lock import planning
 from partway.compiler.planning_log import telling

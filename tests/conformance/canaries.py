@@ -1,7 +1,7 @@
 """One fault of each class that `make test` must not be blind to, with a test of it that fails.
 
-    make canaries                                              runs all of them, in about 10 minutes
-    python tests/conformance/canaries.py runtime/ranks/ledger.py     those of the files that are named
+    make canaries                                                   runs all of them, in about 10 minutes
+    python tests/conformance/canaries.py runtime/ranks/ledger.py    those of the files that are named
 
 `make test` leaves out what is long (tests/helpers/tiers.py), so that it may come to miss what the whole of the tests
 would not. Each row of CANARIES is a fault that somebody could make: in a copy of Partway a text is replaced. The test
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
-from mutations import PASSED, Mutation, copied, fails_without, run
+from mutations import Mutation, survivors
 
 TIER = "not long and not slow and not gpu"  # the markers of the tests that `make test` runs
 
@@ -267,21 +266,10 @@ CANARIES = tuple(Mutation(words, file, text, by, f"tests/{test}") for words, fil
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ledger.py; none: all")
+    parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ranks/ledger.py; none: all")
     files = parser.parse_args().files
     rows = [row for row in CANARIES if not files or row.file in files]
-    missed = 0
-    with copied() as tree:
-        status, said = run(tree, list(dict.fromkeys(row.test for row in rows)), TIER)
-        if status != PASSED:
-            sys.exit(f"the tests do not pass as it is:\n{said[-4000:]}")
-        for row in rows:
-            began = time.monotonic()
-            problem = fails_without(tree, row, TIER)
-            missed += bool(problem)
-            found = f"NOT CAUGHT by {row.test}: {problem}" if problem else f"caught by {row.test}"
-            sys.stdout.write(f"{row.words}: {found} ({time.monotonic() - began:.0f} s)\n")
-            sys.stdout.flush()
+    missed = survivors(rows, TIER)
     sys.stdout.write(f"{len(rows) - missed} of {len(rows)} were caught\n")
     sys.exit(bool(missed))
 

@@ -12,8 +12,6 @@ pass in the copy as it is, and to fail in what is left.
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
 import os
 import shutil
 import subprocess
@@ -994,13 +992,6 @@ def all_of(files: Sequence[str] = ()) -> list[Mutation]:
     return [row for rows in MUTATIONS.values() for row in rows if not files or row.file in files]
 
 
-@functools.cache
-def functions(file: str) -> frozenset[str]:
-    """The functions of a file with tests, by its path in the checkout."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-
-
 # -- running them
 
 
@@ -1061,12 +1052,30 @@ def fails_without(tree: Path, row: Mutation, only: str = "") -> str:
     return "" if status == FAILED else f"the test did not run:\n{said[-2000:]}"
 
 
+def survivors(rows: Sequence[Mutation], only: str = "") -> int:
+    """Try each of `rows` in a copy, and print what came of it: how many no test fails without. `only`: the markers that
+    their tests have to have."""
+    found = 0
+    with copied() as tree:
+        status, said = run(tree, list(dict.fromkeys(row.test for row in rows)), only)
+        if status != PASSED:
+            sys.exit(f"the tests do not pass as it is:\n{said[-4000:]}")
+        for row in rows:
+            began = time.monotonic()
+            problem = fails_without(tree, row, only)
+            found += bool(problem)
+            said = problem or f"{row.test} fails"
+            sys.stdout.write(f"{row.file}: {row.words}: {said} ({time.monotonic() - began:.0f} s)\n")
+            sys.stdout.flush()
+    return found
+
+
 HEAD = """# Which test fails without which mechanism
 
 A check that is never needed in a test may be dead, and nobody knows. Below is what stands between a mistake and a wrong
 number, or a wait without end, in silence, and for each of them the test that fails when it is taken out.
 `python tests/conformance/mutations.py` takes each out of a copy and runs its test, and `--write` writes this page;
-`make test` checks that what is taken out is still there.
+`make test-long` checks that what is taken out is still there.
 """
 
 
@@ -1086,26 +1095,13 @@ def _shown(test: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ledger.py; none: all")
+    parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ranks/ledger.py; none: all")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/mutations.md, and run nothing")
     given = parser.parse_args()
     if given.write:
         PAGE.write_text(page(), encoding="utf-8")
         return
-    rows = all_of(given.files)
-    problems = 0
-    with copied() as tree:
-        status, said = run(tree, list(dict.fromkeys(row.test for row in rows)))
-        if status != PASSED:
-            sys.exit(f"the tests do not pass as it is:\n{said[-4000:]}")
-        for row in rows:
-            began = time.monotonic()
-            problem = fails_without(tree, row)
-            problems += bool(problem)
-            said = problem or f"{row.test} fails"
-            sys.stdout.write(f"{row.file}: {row.words}: {said} ({time.monotonic() - began:.0f} s)\n")
-            sys.stdout.flush()
-    sys.exit(bool(problems))
+    sys.exit(bool(survivors(all_of(given.files))))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import mutations
 import pytest
+from sources import functions_of
 
 ROWS = mutations.all_of()
 SLICE = ("elements of lists that it reads are as they were", "which program runs has a line")
@@ -15,7 +16,7 @@ def test_what_is_taken_out_is_in_its_file_once(file: str) -> None:
 
 def test_the_tests_that_fail_are_there() -> None:
     places = [row.test.partition("[")[0].split("::") for row in ROWS]
-    assert sorted(f"{file}::{name}" for file, name in places if name not in mutations.functions(file)) == []
+    assert sorted(f"{file}::{name}" for file, name in places if name not in functions_of(mutations.ROOT / file)) == []
 
 
 def test_the_page_is_what_the_list_says() -> None:

@@ -12,8 +12,8 @@ import traceback
 import warnings
 
 import torch
+from afresh import start_afresh
 
-import partway as pw
 from partway.runtime import init, shutdown
 
 
@@ -24,14 +24,6 @@ def module_of(path):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def start_afresh():
-    """The options, the seed and the device that a new process has: the test before may have left them in any state."""
-    torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
-    torch.manual_seed(0)
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
 
 
 def serve(connection, environment, log):

@@ -37,6 +37,11 @@ def tree_of(source: Path) -> ast.Module:
     return ast.parse(source.read_text(encoding="utf-8"))
 
 
+def functions_of(source: Path) -> frozenset[str]:
+    """The functions of a file, such as its tests."""
+    return frozenset(node.name for node in tree_of(source).body if isinstance(node, ast.FunctionDef))
+
+
 def layer_of(module: str) -> str:
     """The stage of a module, "partway" or "kits"."""
     return module.partition("/")[0]

@@ -1,6 +1,6 @@
 """Ranks that meet wait for each other as long as they are told to, and all hear of it. (What else a watch tells, of
-ranks that are killed or wait elsewhere, is in tests/ecosystem/test_killed_ranks.py, tests/api/ops/test_groups.py and
-tests/conformance/test_ranks.py.)"""
+ranks that are killed or wait elsewhere, is in tests/kits/checkpoints/test_killed_ranks.py,
+tests/api/ops/test_groups.py and tests/conformance/test_ranks.py.)"""
 
 import threading
 import time

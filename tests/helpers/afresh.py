@@ -1,0 +1,15 @@
+"""How each test starts, here and on a rank."""
+
+import os
+import sys
+
+
+def start_afresh():
+    """The options, the seed and the device that a new process has: the test before may have left them in any state.
+    What was not imported is not imported for it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
+        torch.manual_seed(0)
+    if context := sys.modules.get("partway.context"):
+        context.reset_auto_parallel_context()
+        context.reset_algo_parameters()
