@@ -14,7 +14,7 @@ from partway.runtime.launching import door
 
 listener = door.listening("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-store = door.store_behind(listener, door.Guard(sys.argv[1].encode()))
+store = door.store_behind(listener, door.DoorGuard(sys.argv[1].encode()))
 sys.stdin.read()
 """
 KINDS = ("silent", "garbage", "half", "gone", "loris")  # what the strangers of a flood say
