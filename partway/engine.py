@@ -11,7 +11,6 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
@@ -55,13 +54,12 @@ from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched
 from partway.runtime.torch_internals import forward_level
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
-from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import island_place
+from partway.strategy.under_way import meanwhile, under_way
 from partway.user_rules import rules, version
 
 _log = logging.getLogger("partway")
-_captured: ContextVar[Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
 
 
 class LastCall(NamedTuple):
@@ -151,7 +149,7 @@ class Engine:
         """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
         original = plain or self.fn
         context = current()
-        if _captured.get() is self:
+        if under_way().planned is self:
             return original(*args, **kwargs)
         if island_place() is not None:
             raise StrategyError(
@@ -425,9 +423,7 @@ class Engine:
                 self._settle(self.fn, compiled.plan.parameters, place)
             return compiled
 
-        before = _captured.get()
-        with afterwards(lambda: _captured.set(before)):
-            _captured.set(self)
+        with meanwhile(planned=self):
             inference, trained = in_inference(self.fn, self.request), None
             if inference and self._not_laid_out():
                 with contextlib.suppress(DoesNotFitError):  # then it is for inference alone

@@ -479,7 +479,7 @@ def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _simulator(mesh: Mesh) -> Executor:
     return OneDevice(mesh) if mesh.device_num == 1 else Simulator(mesh)
 

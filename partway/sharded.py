@@ -129,7 +129,7 @@ class ShardedModule:
         return attached_engine(self).latest().program
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """`cls` with a forward that runs split: same name, same signature, an instance of both."""
 

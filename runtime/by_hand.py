@@ -28,9 +28,7 @@ from .executors.issue import ISSUERS, Scratch, Seat, as_bytes
 from .groups import ledger_name, place, process_group
 from .launching.process import device_type
 from .ranks.watch import failed_in, watch
-
-_scratch = Scratch()
-
+from .ranks.world import of_world
 
 # -- A call
 
@@ -50,7 +48,7 @@ class _Call:
 
     def seat(self) -> Seat:
         """This rank in its group."""
-        return Seat(self.group, self.position, _scratch)
+        return Seat(self.group, self.position, of_world(Scratch))
 
     def relayout(self, source: Placement, target: Placement, what: Kind | None = None) -> Relayout:
         """It as an instruction of a program."""

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def is_persons(filename: str) -> bool:
     return not filename.startswith(_others())
 
 
-@cache
+@lru_cache(maxsize=1)
 def _others() -> tuple[str, ...]:
     """How the names of other files begin."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

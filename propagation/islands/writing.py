@@ -45,6 +45,7 @@ from ..ops import by_hand, indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import convert
 from ..ops.islands import alike
+from ..ops.keyed import WRITTEN
 from ..ops.random_numbers import draw
 from ..rules.rule import Emitter, LocalShapes
 from ..rules.table import rule_of
@@ -81,15 +82,13 @@ class WrittenIsland:
     variance: Variance
 
 
-_WRITTEN: dict[tuple[str, bool], WrittenIsland] = {}  # by the keys of islands, and whether they are verified
-
-
 def written(island: Island) -> WrittenIsland:
     """`island` as a rank runs it. With PARTWAY_VERIFY=1 it checks that results that are said to be whole are."""
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
-    if (island.key, verifies) not in _WRITTEN:
-        _WRITTEN[island.key, verifies] = _Writing(island, verifies).written()
-    return _WRITTEN[island.key, verifies]
+    if (island.key, verifies) not in WRITTEN:
+        WRITTEN[island.key, verifies] = _Writing(island, verifies).written()
+    known: WrittenIsland = WRITTEN[island.key, verifies]
+    return known
 
 
 class _Writing:

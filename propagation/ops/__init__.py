@@ -15,6 +15,7 @@ kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rule
     recurrent.py            oneDNN's LSTM layer, with what its backward reads
     functions.py            the call of a Python function that capture wrote: control flow
     hooked.py               hooks of modules and tensors
+    keyed.py                what these and islands find by a key
     registration.py         how an operator gets its kernel, its fake form and its derivative
     dtypes.py               the dtypes in which operators accumulate
 """

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...strategy.errors import RuntimeStateError, VerifyError, shown
+from .keyed import ISLANDS
 from .registration import define
 
 
@@ -34,22 +35,19 @@ class IslandFacts(Protocol):
         """What each result is: `shape` of the whole tensor, `dtype` and `device`."""
 
 
-_KNOWN: dict[str, Any] = {}  # by key: the islands that were traced in this process
-
-
 def keep(key: str, island: IslandFacts) -> None:
     """Let the island be known by its key. An equal one that is known already stays."""
-    _KNOWN.setdefault(key, island)
+    ISLANDS.setdefault(key, island)
 
 
 def island_of(key: str) -> Any:
     """The island called `key`. Raises RuntimeStateError for a key that was not made in this process."""
-    if key not in _KNOWN:
+    if key not in ISLANDS:
         raise RuntimeStateError(
             f"partway::island is called with {shown(key)}, which is not the key of an island that was traced in this "
             "process; call the function that pw.manual made"
         )
-    return _KNOWN[key]
+    return ISLANDS[key]
 
 
 def _fake_island(operands: list[Tensor], key: str) -> list[Tensor]:

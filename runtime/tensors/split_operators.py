@@ -51,7 +51,7 @@ def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """What the ATen operator `op` gives of arguments of which some are split."""
     if _writes(op):
         tell_of_write(_name(op), _written(op, args, kwargs), args, kwargs)
-    return (_HOW.get(op) or _how(op))(op, args, kwargs)
+    return _how(op)(op, args, kwargs)
 
 
 def tell_of_write(
@@ -131,15 +131,14 @@ def _slices(
 
 def has_slices(spec: Any) -> bool:
     """Whether parts are slices, so that an operator by element may work on them."""
-    if id(spec) not in _SLICED:
-        if len(_SLICED) >= _MOST_SPECS:
-            _SLICED.clear()
-        _SLICED[id(spec)] = is_documented(spec) and not any(isinstance(p, Partial) for p in spec.placements), spec
-    return _SLICED[id(spec)][0]
+    known: bool | None = getattr(spec, _HAS_SLICES, None)
+    if known is None:
+        known = is_documented(spec) and not any(isinstance(p, Partial) for p in spec.placements)
+        setattr(spec, _HAS_SLICES, known)
+    return known
 
 
-_SLICED: dict[int, tuple[bool, Any]] = {}  # by the id of a spec, which it keeps: to hash one takes longer than to look
-_MOST_SPECS = 2**16
+_HAS_SLICES = "_partway_has_slices"  # an attribute of specs: to hash one takes longer than to look
 
 
 def _lies_as(value: Any, spec: Any) -> bool:
@@ -433,13 +432,13 @@ def _warn_if_large(op: Any, value: Any) -> None:
 # -- Which operator does what -----------------------------------------------------------------------------------------
 
 How = Callable[[Any, Operands, dict[str, Any]], Any]
-_HOW: dict[Any, How] = {}
 
 
 def _name(op: Any) -> str:
     return str(schema_of(op).name).partition("::")[2]
 
 
+@lru_cache(maxsize=4096)
 def _how(op: Any) -> How:
     name = _name(op)
     how: How = on_whole
@@ -461,7 +460,6 @@ def _how(op: Any) -> How:
         how = _by_element
     elif _shares_memory(op):
         how = _viewed
-    _HOW[op] = how
     return how
 
 
