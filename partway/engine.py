@@ -415,9 +415,22 @@ class Engine:
 
         def planned(inference: bool, alike: Compiled | None = None, advised: bool = True) -> Compiled:
             call_inputs = CallInputs(
-                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
-                values, tuple(late), place.memory(first), inference, advised, call.paths,
-            )  # fmt: skip
+                fn=self.fn,
+                args=args,
+                kwargs=kwargs,
+                request=self.request,
+                context=context,
+                algo=current_algo(),
+                processes=place.processes,
+                parameters=self._layouts,
+                inputs=inputs,
+                values=values,
+                late=tuple(late),
+                memory=place.memory(first),
+                inference=inference,
+                advised=advised,
+                numbers=call.paths,
+            )
             compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike, sizes))
             if isinstance(self.fn, torch.nn.Module):
                 self._settle(self.fn, compiled.plan.parameters, place)

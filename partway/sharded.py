@@ -208,6 +208,4 @@ def _saves_pretrained(cls: Any) -> Callable[..., Any]:
 
 def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:
     """An empty sharded module of the class `kind`, for its state to be put in."""
-    module = make(kind, *args)
-    module.__class__ = sharded_class(kind)
-    return module
+    return make(sharded_class(kind), *args)

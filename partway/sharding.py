@@ -127,7 +127,16 @@ def shard(
     nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
     request = Request(
-        in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference, dynamic
+        in_strategy=in_strategy,
+        out_strategy=out_strategy,
+        parameter_plan=parameter_plan,
+        mesh=mesh,
+        device=device,
+        level=level,
+        module_plan=module_plan,
+        plan=plan,
+        inference=inference,
+        dynamic=dynamic,
     )
     if fn is None:
         return functools.partial(_shard, request=request)

@@ -53,7 +53,18 @@ class _Call:
     def relayout(self, source: Placement, target: Placement, what: Kind | None = None) -> Relayout:
         """It as an instruction of a program."""
         what = what or kind(source, target)
-        return Relayout(what, source, target, self.axes, self.size, "by hand", (0,), False, (False,), (False,))
+        return Relayout(
+            kind=what,
+            source=source,
+            target=target,
+            axes=self.axes,
+            size=self.size,
+            phase="by hand",
+            tags=(0,),
+            grouped=False,
+            owned=(False,),
+            private=(False,),
+        )
 
     def converted(self, x: Tensor, source: Placement, target: Placement) -> Tensor:
         """What a conversion makes of this rank's `x`."""

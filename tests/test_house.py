@@ -277,6 +277,41 @@ also = functools.cache(print)
 """
 
 
+# -- Statements that are hard to read
+
+
+def test_an_object_changes_its_class_in_few_places() -> None:
+    """Where users hold the object already: a module that is sharded, a parameter that is replaced, a DTensor of theirs,
+    a hook of torch.nn.utils."""
+    places = [
+        module
+        for module, path in state.CORE.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+    ]
+    assert sorted(places) == [
+        "partway/sharding.py",
+        "propagation/capture/resting_hooks.py",
+        "runtime/tensors/replaced.py",
+        "runtime/tensors/split_tensor.py",
+    ]
+
+
+MOST_BY_POSITION = 9
+
+
+def test_no_call_has_so_many_arguments_by_position_that_a_reader_has_to_count() -> None:
+    """A call with a starred argument has a number that the text does not say."""
+    calls = [
+        f"{module}:{node.lineno}: {ast.unparse(node.func)} has {len(node.args)}"
+        for module, path in MODULES.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION
+        if not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+    assert calls == []
+
+
 def test_what_is_long_is_there() -> None:
     """A test of another name would be in `make test` again, unnoticed."""
     tests = {name.partition("[")[0] for name in tiers.long()}

@@ -403,7 +403,18 @@ def conversion_table(
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(
-        shape, itemsize, partial, gradient, mesh, profile, weights, frozenset(), (), stay_split, again, short
+        shape=shape,
+        itemsize=itemsize,
+        partial=partial,
+        gradient=gradient,
+        mesh=mesh,
+        profile=profile,
+        weights=weights,
+        barred=frozenset(),
+        tied=(),
+        stay_split=stay_split,
+        again=again,
+        short=short,
     )
 
 
