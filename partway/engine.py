@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -489,10 +488,12 @@ class Engine:
         return result
 
 
-@functools.partial(torch.compiler.disable, reason="a sharded call is planned and compiled by Partway")
-def uncompiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call inside what torch.compile compiles, which is not looked into."""
+def _called(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
+
+
+# A call inside what torch.compile compiles, which is not looked into.
+uncompiled: Any = torch.compiler.disable(_called, reason="a sharded call is planned and compiled by Partway")
 
 
 def is_transformed_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -172,7 +172,8 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     if callable(getattr(cls, "save_pretrained", None)):
         body["save_pretrained"] = _saves_pretrained(cls)
-    sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
+    new: Any = Kind(cls.__name__, (ShardedModule, cls), body)
+    sharded: type[torch.nn.Module] = new
     made = True
     return sharded
 

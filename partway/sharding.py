@@ -166,7 +166,8 @@ def _shard(fn: Any, request: Request) -> Any:
         return fn
     if request.parameter_plan:
         raise StrategyError("parameter_plan needs an nn.Module; annotate a function's arguments with in_strategy")
-    return ShardedFunction(fn if before is None else before.fn, request)
+    original: Any = fn if before is None else before.fn
+    return ShardedFunction(original, request)
 
 
 def _check_names(module: torch.nn.Module) -> None:

@@ -51,6 +51,7 @@ class EffectListener(Protocol):
 
     def end(self) -> list[Any]:
         """The function has run: the values that it leaves."""
+        ...
 
     def abort(self) -> None:
         """The function raised an error."""
@@ -60,6 +61,7 @@ class EffectListener(Protocol):
 
     def noted(self) -> Noted:
         """What Python holds now."""
+        ...
 
 
 class NoEffects:

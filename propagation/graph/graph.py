@@ -47,9 +47,11 @@ class Counts(Protocol):
     @property
     def count(self) -> int:
         """How many there are."""
+        ...
 
     def hold(self, given: Sequence[int]) -> bool:
         """Whether it is the graph of a call with the numbers `given`."""
+        ...
 
 
 @dataclass(frozen=True)

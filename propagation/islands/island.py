@@ -52,7 +52,7 @@ class Island:
     results: tuple[Crossing, ...]
     graph: Graph
 
-    @cached_property
+    @property
     def word(self) -> str:
         """What plans call it: the last word of its name."""
         words: list[str] = re.findall(r"\w+", self.name)

@@ -29,10 +29,12 @@ class IslandFacts(Protocol):
     @property
     def word(self) -> str:
         """What plans call it."""
+        ...
 
     @property
     def results(self) -> Sequence[Any]:
         """What each result is: `shape` of the whole tensor, `dtype` and `device`."""
+        ...
 
 
 def keep(key: str, island: IslandFacts) -> None:
