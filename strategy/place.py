@@ -55,7 +55,7 @@ class Members:
 
 
 def _only_axes(group: object) -> None:
-    """An island has the axes of its mesh, and no other groups."""
+    """A manual function has the axes of its mesh, and no other groups."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +109,22 @@ class Place:
         return self.mesh.position(self.rank, *axes)
 
 
-_island: ContextVar[Place | None] = ContextVar("island", default=None)
+_manual: ContextVar[Place | None] = ContextVar("manual", default=None)
 
 
-def island_place() -> Place | None:
-    """The place of the rank whose island is traced right now; None outside of islands."""
-    return _island.get()
+def manual_place() -> Place | None:
+    """The place of the rank whose manual function is traced right now; None outside of manual functions."""
+    return _manual.get()
 
 
 @contextmanager
 def placed(place: Place) -> Iterator[None]:
-    """A block in which an island is traced for the rank at `place`."""
-    token = _island.set(place)
+    """A block in which a manual function is traced for the rank at `place`."""
+    token = _manual.set(place)
     try:
         yield
     finally:
-        _island.reset(token)
+        _manual.reset(token)
 
 
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
