@@ -48,7 +48,7 @@ import partway as pw
 from partway.fusion.timeline import COMMUNICATION
 from partway.measure.calibrate import calibrate, threads_of
 from partway.measure.clock import wait_for
-from partway.runtime.code.record import record_timeline
+from partway.runtime.code.recorders import record_timeline
 from partway.runtime.launching.gpus import take_of
 
 WARM, TIMED = 2, 3  # steps before those that are measured, and steps of which every operator is timed

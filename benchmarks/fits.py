@@ -64,21 +64,21 @@ from partway.compiler.passes import (
     settings_of,
     timed,
 )
-from partway.compiler.plan_inputs import PlanInputs
 from partway.compiler.replan_within_memory import fitted
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import collective_cost
 from partway.propagation.graph.nodes import module_path, operator_name
+from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.keeping import CHEAP, Fate, KeepProblem, keep_problem
 from partway.propagation.memory.needs import needs_of
-from partway.propagation.memory.timeline import timeline
 from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import SearchProblem, Vertex, VertexKind
 from partway.propagation.search.solution import Solution
-from partway.request import Request
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.request import Request
 from partway.strategy import Mesh, StrategyError
 
 BARS = {"gap": 0.02, "search": 3.0, "beside capture": 6.0}  # relative, CPU seconds, CPU seconds

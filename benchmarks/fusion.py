@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from partway.cli import app
+from partway.commands.cli import app
 
 if __name__ == "__main__":
     Path("out").mkdir(exist_ok=True)

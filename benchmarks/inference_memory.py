@@ -25,7 +25,7 @@ from script import free_port, start
 from torch import Tensor, nn
 
 import partway as pw
-from partway.dtensors import noted
+from partway.requests.dtensors import noted
 
 RANKS = 8
 BATCH, PLACES = 8, 4096

@@ -271,8 +271,8 @@ def several(rounds: int, steps: int, folder: Path) -> None:
         for mode in list(rates)[:: -1 if i % 2 else 1]:
             with tempfile.TemporaryDirectory(dir=folder) as where_found:
                 command = [
-                    sys.executable, "-m", "partway.cli", "ps", "run", "--workers", "2", "--servers", "2", "--quiet",
-                    "--logs", f"{where_found}/logs", str(HERE / "parameter_server_train.py"),
+                    sys.executable, "-m", "partway.commands.cli", "ps", "run", "--workers", "2", "--servers", "2",
+                    "--quiet", "--logs", f"{where_found}/logs", str(HERE / "parameter_server_train.py"),
                 ]  # fmt: skip
                 said = _ended(command, folder, {"MODE": mode, "STEPS": str(steps), "FOUND": where_found})
                 files = [json.loads(each.read_text()) for each in Path(where_found).glob("worker.*")]

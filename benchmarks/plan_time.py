@@ -54,13 +54,13 @@ from transformers import (
 from partway.compiler.driver import device_profile
 from partway.compiler.meshes import meshes_to_try
 from partway.compiler.passes import DIFFERENTIATING, lowered, make_step, search_on_cheapest_mesh, timed
-from partway.compiler.plan_inputs import PlanInputs
 from partway.measure.workloads import ResNet50
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated
-from partway.request import Request
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.request import Request
 from partway.strategy import Mesh
 
 PASSES = ("capture", "annotate", "formulate", "search", "lower", "make_plan", *(each.name for each in DIFFERENTIATING))

@@ -138,7 +138,7 @@ def main(
     sizes = ["--hidden", str(hidden), "--layers", str(layers), "--batch", "4"]
     plain = answers((), ["--plain", *sizes], asked)
     print(line("one process, plain", *plain, plain[-1]), flush=True)
-    split = answers(("-m", "partway.cli", "run", "--workers", str(ranks)), sizes, asked)
+    split = answers(("-m", "partway.commands.cli", "run", "--workers", str(ranks)), sizes, asked)
     print(line(f"{ranks} gloo processes", *split, plain[-1]), flush=True)
     print(f"tokens/s, {ranks} processes over one: {plain[1] / split[1]:.2f}")
 

@@ -241,7 +241,7 @@ COLORS = {"data parallel": "#9e9e9e", "sync": "#1f77b4", "async": "#d95f02"}
 
 def compared(model: Model, steps: int, max_staleness: int, out: Path) -> None:
     """Train data parallel, in sync and in async mode, and draw what came of it."""
-    partway = [sys.executable, "-m", "partway.cli"]
+    partway = [sys.executable, "-m", "partway.commands.cli"]
     served = [*partway, "ps", "--workers", "2", "--servers", "2"]
     ways = {
         "data parallel": ([*partway, "run", "--workers", "2"], ["--shard"]),

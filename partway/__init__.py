@@ -33,18 +33,8 @@ if TYPE_CHECKING:
     from partway.checkpoints.resume import Resume
     from partway.checkpoints.saving import save
     from partway.compiler.compiled import Compiled
-    from partway.context import (
-        auto_parallel_context,
-        get_algo_parameters,
-        get_auto_parallel_context,
-        reset_algo_parameters,
-        reset_auto_parallel_context,
-        set_algo_parameters,
-        set_auto_parallel_context,
-    )
     from partway.fusion.timeline import save_chrome_trace
     from partway.integrations.loss_monitor import LossMonitor
-    from partway.islands import manual
     from partway.ops.groups import (
         GlobalComm,
         create_group,
@@ -55,11 +45,22 @@ if TYPE_CHECKING:
         get_rank,
         get_world_rank_from_group_rank,
     )
+    from partway.ops.manual import manual
     from partway.ops.where import axis_index, axis_size, set_mesh
+    from partway.options.context import (
+        auto_parallel_context,
+        get_algo_parameters,
+        get_auto_parallel_context,
+        reset_algo_parameters,
+        reset_auto_parallel_context,
+        set_algo_parameters,
+        set_auto_parallel_context,
+    )
     from partway.propagation.plan.plan import Plan
     from partway.ps.context import set_ps_context
     from partway.ps.marks import set_param_ps
-    from partway.runtime.code.record import record_collectives
+    from partway.requests.user_rules import rule
+    from partway.runtime.code.recorders import record_collectives
     from partway.runtime.launching.process import init, shutdown
     from partway.sharding import compile, shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
@@ -84,7 +85,6 @@ if TYPE_CHECKING:
         VerifyError,
         WholeReadWarning,
     )
-    from partway.user_rules import rule
 
 # Where the public names are. A module is imported when one of its names is first used: all of them take longer than
 # torch does, since capturing a graph needs much of torch that `import torch` leaves out.
@@ -96,11 +96,11 @@ _HOMES = {
         save_checkpoint transform_checkpoint_by_rank transform_checkpoints""",
     "checkpoints.saving": "save",
     "compiler.compiled": "Compiled",
-    "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
+    "options.context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
     "integrations.loss_monitor": "LossMonitor",
-    "islands": "manual",
+    "ops.manual": "manual",
     "ops.groups": """GlobalComm create_group destroy_group get_group_rank_from_world_rank get_group_size get_local_rank
         get_rank get_world_rank_from_group_rank""",
     "ops.where": "axis_index axis_size set_mesh",
@@ -108,7 +108,7 @@ _HOMES = {
     "ps.marks": "set_param_ps",
     "checkpoints.resume": "Resume",
     "runtime.launching.process": "init shutdown",
-    "runtime.code.record": "record_collectives",
+    "runtime.code.recorders": "record_collectives",
     "ps.context": "set_ps_context",
     "sharding": "compile shard",
     "show.sharding": "ShardingPicture visualize_sharding",
@@ -116,7 +116,7 @@ _HOMES = {
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
         PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
         VerifyError WholeReadWarning""",
-    "user_rules": "rule",
+    "requests.user_rules": "rule",
 }
 _HOME_OF = {name: f"partway.{module}" for module, names in _HOMES.items() for name in names.split()}
 
@@ -203,7 +203,7 @@ def _public(name: str) -> Any:
 
 
 if os.environ.get("PARTWAY_LOG"):
-    importlib.import_module("partway.compiler.planning_log").log_to_stderr()
+    importlib.import_module("partway.requests.planning_log").log_to_stderr()
 
 
 def __dir__() -> list[str]:

@@ -14,22 +14,22 @@ from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 
-from partway.attached import engine_of, set_engine
-from partway.checks import check_target, check_tensors
 from partway.compiler.capture_call import CallInputs, in_inference
 from partway.compiler.compiled import Compiled
 from partway.compiler.driver import compile_call
-from partway.context import current, current_algo
-from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
-from partway.engine import Engine, attached_engine, stands_alone, uncompiled
+from partway.engine.engine import Engine, attached_engine, stands_alone, uncompiled
+from partway.engine.placing import placing
+from partway.engine.sharded import ShardedModule, sharded_class
 from partway.fusion.program import Program
-from partway.placing import placing
-from partway.propagation.capture.tracing import capturing
+from partway.options.context import current, current_algo
+from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
-from partway.request import Request
+from partway.requests.attached import engine_of, set_engine
+from partway.requests.dtensors import inputs_on, own_dtensors, parameters_on, plain
+from partway.requests.request import Request
+from partway.requests.shardable import check_target, check_tensors
 from partway.reuse.courses import values_of
-from partway.sharded import ShardedModule, sharded_class
 from partway.strategy import Layout, StrategyError
 
 M = TypeVar("M", bound=torch.nn.Module)

@@ -15,7 +15,7 @@ run the same instructions, and tell `record_collectives` of the same collectives
 from __future__ import annotations
 
 from .code.loaded import Executor
-from .code.record import Event, record_collectives, record_timeline
+from .code.recorders import Event, record_collectives, record_timeline
 from .executors.execute import Worker, broadcast, device_mesh
 from .executors.simulate import Simulator, join, split
 from .launching.process import get_group_size, get_local_rank, get_rank, init, launched, shutdown

@@ -23,7 +23,7 @@ from ..propagation.ops import by_hand
 from ..strategy.errors import RuntimeStateError
 from ..strategy.placement import PARTIAL, PARTIAL_MAX, REPLICATE, Kind, Placement, Shard, kind
 from .code.instructions import Relayout
-from .code.record import note
+from .code.recorders import note
 from .executors.issue import ISSUERS, Scratch, Seat, as_bytes
 from .groups import ledger_name, place, process_group
 from .launching.process import device_type

@@ -55,7 +55,7 @@ class Members:
 
 
 def _only_axes(group: object) -> None:
-    """An island has the axes of its mesh, and no other groups."""
+    """A manual function has the axes of its mesh, and no other groups."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Place:
         return self.mesh.position(self.rank, *axes)
 
 
-def island_place() -> Place | None:
-    """The place of the rank whose island is traced right now; None outside of islands."""
-    return under_way().island
+def manual_place() -> Place | None:
+    """The place of the rank whose manual function is traced right now; None outside of manual functions."""
+    return under_way().manual
 
 
 def placed(place: Place) -> AbstractContextManager[None]:
-    """A block in which an island is traced for the rank at `place`."""
-    return meanwhile(island=place)
+    """A block in which a manual function is traced for the rank at `place`."""
+    return meanwhile(manual=place)
 
 
 def surrounding_mesh() -> Mesh | None:

@@ -22,7 +22,7 @@ class UnderWay:
     mesh        that of the function that is captured, where it is known by then
     capturing   whether torch.export traces a function
     hooking     whether hooks that compute parameters run, since their function is captured with them
-    island      the place of the rank whose island is traced; None outside of islands
+    manual      the place of the rank whose manual function is traced; None outside of manual functions
     planned     the engine whose function is planned
     hearing     who hears what a search finds: the cost of the best plan, and the bound
     telling     what tells of planning
@@ -31,7 +31,7 @@ class UnderWay:
     mesh: Mesh | None = None
     capturing: bool = False
     hooking: bool = False
-    island: Place | None = None
+    manual: Place | None = None
     planned: object = None
     hearing: tuple[Callable[[float, float], None], ...] = ()
     telling: Any = None

@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def plans(monkeypatch):
     """What is planned in a test, in order."""
-    from partway import engine
+    from partway.engine import engine
 
     made = []
     plain = engine.compile_call

@@ -45,8 +45,8 @@ ALLOWED = {
         "spawn",
         1,
     ): "starts the processes that are measured, of this package's function",
-    ("partway/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
-    ("partway/jobs.py", "subprocess.run", 1): "see above",
+    ("partway/commands/jobs.py", "import subprocess", 1): "runs the script that a person names on the command line",
+    ("partway/commands/jobs.py", "subprocess.run", 1): "see above",
     ("kits/operator/manifests.py", "import yaml", 1): "its safe_load_all and safe_dump_all: plain values only",
     ("kits/ps/jobs.py", "import ctypes", 1): "for prctl of the system's own C library, with numbers of this file",
     ("kits/ps/jobs.py", "ctypes.CDLL", 1): "see above",
@@ -59,13 +59,21 @@ ALLOWED = {
     ("kits/ps/service/keeper.py", "subprocess.Popen", 1): "see above",
     ("kits/ps/service/cluster.py", "import_module", 1): "ray, by its name",
     (
-        "partway/user_rules.py",
+        "partway/requests/user_rules.py",
         "import marshal",
         1,
     ): "writes the code of a rule's local form, for a digest; reads none",
-    ("partway/user_rules.py", "marshal.dumps", 1): "see above",
-    ("partway/named.py", "import_module", 1): "a module that a person names on the command line, as for `python -m`",
-    ("partway/named.py", "exec_module", 1): "a file that a person names on the command line, as for `python FILE`",
+    ("partway/requests/user_rules.py", "marshal.dumps", 1): "see above",
+    (
+        "partway/commands/named.py",
+        "import_module",
+        1,
+    ): "a module that a person names on the command line, as for `python -m`",
+    (
+        "partway/commands/named.py",
+        "exec_module",
+        1,
+    ): "a file that a person names on the command line, as for `python FILE`",
     (
         "kits/checkpoints/contents.py",
         "torch.load",
@@ -79,12 +87,12 @@ ALLOWED = {
     ): "pickled by another process of the same job, for this one",
     ("kits/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
     ("kits/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
-    ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",
-    ("propagation/ops/functions.py", "exec", 1): "see above",
+    ("propagation/ops/python/functions.py", "compile", 1): "what capture wrote in this process, never an argument",
+    ("propagation/ops/python/functions.py", "exec", 1): "see above",
     ("runtime/random_state.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
     ("runtime/launching/worker.py", "os.execv", 1): "starts this process's own command again, as the shell gave it",
-    ("runtime/code/functions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
-    ("runtime/code/functions.py", "exec", 1): "see above",
+    ("runtime/code/straight_line.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
+    ("runtime/code/straight_line.py", "exec", 1): "see above",
 }
 
 
@@ -127,7 +135,7 @@ def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
 def test_all_modules_are_looked_at() -> None:
     names = set(found())
     assert {
-        "partway/compiler/cache.py",
+        "partway/reuse/cache.py",
         "kits/data/web.py",
         "strategy/files.py",
         "propagation/plan/stored.py",

@@ -70,12 +70,12 @@ def train(
     rate: Annotated[float, typer.Option(help="the learning rate")] = 1e-2,
     per_print_times: Annotated[int, typer.Option(min=1, help="steps from one line to the next")] = 20,
     double: Annotated[bool, typer.Option("--double", help="compute in float64")] = False,
-    island: Annotated[int, typer.Option(help="no launcher: an island on so many virtual devices")] = 0,
+    manual: Annotated[int, typer.Option(help="no launcher: a manual function on so many virtual devices")] = 0,
 ) -> None:
     """Train a network of three layers, and print its loss."""
-    if not island:
+    if not manual:
         pw.init(backend="gloo")  # where a launcher started several processes
-    ranks = island or pw.get_group_size()
+    ranks = manual or pw.get_group_size()
     if batch % ranks:
         raise typer.BadParameter(f"{ranks} ranks cannot share {batch} images evenly", param_hint="--batch")
     torch.set_default_dtype(torch.float64 if double else torch.float32)
@@ -88,18 +88,18 @@ def train(
         loss: Tensor = loss_fn(functional_call(net, parameters, images), labels)
         return loss
 
-    whole_loss = pw.manual(loss_of, mesh={"dp": island}) if island else loss_of
+    whole_loss = pw.manual(loss_of, mesh={"dp": manual}) if manual else loss_of
     monitor = pw.LossMonitor(per_print_times)
     for epoch in range(epochs):
         for pixels, label in batches(images, labels, batch, epoch):
             loss = whole_loss(pixels, label, dict(net.named_parameters()))
             optimizer.zero_grad()
             loss.backward()
-            if not island:  # whose gradients are those of the whole
+            if not manual:  # whose gradients are those of the whole
                 average_gradients(net)
             optimizer.step()
             monitor(loss, epoch=epoch)
-    if not island:
+    if not manual:
         pw.shutdown()
 
 

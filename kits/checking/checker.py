@@ -16,10 +16,10 @@ from partway.checking.ranks import Run, run_ranks
 from partway.checking.reasons import Measurements
 from partway.checking.records import Exact, tensors_in
 from partway.checking.report import Finding, ManualReport, ResultDifference
-from partway.checks import check_target
-from partway.islands import InStrategy, ManualFunction, in_layouts, out_layouts
+from partway.ops.manual import InStrategy, ManualFunction, in_layouts, out_layouts
 from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
-from partway.request import Request
+from partway.requests.request import Request
+from partway.requests.shardable import check_target
 from partway.runtime.code.slices import part_of
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 
@@ -75,7 +75,7 @@ def check_manual(
 
 
 def _asked(fn: Any, request: Request) -> tuple[Any, Request]:
-    """The program of one rank, and its strategies: an island has its own."""
+    """The program of one rank, and its strategies: a manual function has its own."""
     if not isinstance(fn, ManualFunction):
         return fn, request
     own = fn.request

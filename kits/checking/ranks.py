@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from partway.checking.records import Line, Recorder, TensorRecord, axes_of, tensors_in
-from partway.ops.functions import REDUCTIONS
+from partway.ops.collectives import REDUCTIONS
 from partway.propagation.graph.structure import Call
 from partway.propagation.ops import by_hand
 from partway.strategy import CaptureError, Mesh

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints.tensor_files import Slices
-from partway.dtensors import is_dtensor, whole
+from partway.requests.dtensors import is_dtensor, whole
 from partway.runtime.ranks.replicas import holders
 from partway.runtime.torch_internals import local_part_of
 from partway.strategy import RuntimeStateError

@@ -41,7 +41,7 @@ from partway.checkpoints.manifest import Manifest, parts_in, read_manifest, stat
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import FilePlace, Report, checksum_of, places_in, read_part
-from partway.dtensors import is_dtensor
+from partway.requests.dtensors import is_dtensor
 from partway.runtime.launching.process import launched
 from partway.runtime.ranks.agreement import Fact, agree
 from partway.runtime.tensors.optimizers import by_element

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.attached import engine_of
 from partway.checkpoints.contents import MODEL, Content, every_name, keep, named_tensors, part_of
 from partway.checkpoints.rank_files import (
     Note,
@@ -32,13 +31,14 @@ from partway.checkpoints.rank_files import (
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import check_alike
 from partway.checkpoints.tensor_files import SUFFIX
-from partway.context import current
-from partway.dtensors import is_dtensor
-from partway.engine import attached_engine
-from partway.placing import placing
+from partway.engine.engine import attached_engine
+from partway.engine.placing import placing
+from partway.options.context import current
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
+from partway.requests.attached import engine_of
+from partway.requests.dtensors import is_dtensor
 from partway.runtime.launching.process import get_group_size, get_rank, launched
 from partway.runtime.ranks.agreement import Fact, agreement
 from partway.strategy import Layout, RuntimeStateError, StrategyError

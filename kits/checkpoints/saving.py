@@ -26,7 +26,7 @@ from partway.checkpoints.manifest import MANIFEST, Manifest, parts_file, state_f
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import SUFFIX, Slices, TensorFile, arrange, create, synchronize, write_part
-from partway.context import current
+from partway.options.context import current
 from partway.runtime.launching.process import before_shutdown, launched
 from partway.runtime.ranks.agreement import Fact, agree
 from partway.runtime.ranks.replicas import differing

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from partway.context import current
 from partway.data.window import Window, is_int
+from partway.options.context import current
 from partway.propagation.graph.port import Role
 from partway.propagation.plan.data import TensorPlan
 from partway.propagation.plan.plan import Plan
-from partway.request import given_mesh
+from partway.requests.request import given_mesh
 from partway.runtime.launching.process import get_group_size, get_rank, launched
 from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
 from partway.strategy.errors import DataError, shown

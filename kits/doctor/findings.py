@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from partway.compiler.cache import cache_folder, cache_limit, folder_named
-from partway.compiler.planning_log import level_asked
-from partway.graphs.asked import asked
+from partway.compiler.graphs_asked import asked
 from partway.propagation.cost.profile import profile_of
+from partway.requests.planning_log import level_asked
+from partway.reuse.cache import cache_folder, cache_limit, folder_named
 from partway.runtime.launching.door import secret
 from partway.runtime.launching.gpus import check_enough, may_share
 from partway.runtime.launching.launchers import simulated

@@ -12,10 +12,10 @@ from typing import Any
 import accelerate
 from torch import Tensor, nn
 
-from partway.attached import engine_of
-from partway.context import current
-from partway.dtensors import whole
+from partway.options.context import current
 from partway.propagation.torch_internals import tree_map
+from partway.requests.attached import engine_of
+from partway.requests.dtensors import whole
 from partway.strategy import StrategyError
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
-from partway.dtensors import whole
+from partway.requests.dtensors import whole
 from partway.runtime.launching.process import get_rank, init, launched
 from partway.runtime.tensors.optimizers import bring_up_to_date
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partway.dtensors import whole
+from partway.requests.dtensors import whole
 from partway.runtime.launching.process import get_group_size
 from partway.runtime.ranks.agreement import gathered
 from partway.runtime.ranks.doing import named

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from partway.attached import engine_of
-from partway.dtensors import whole
-from partway.engine import attached_engine
+from partway.engine.engine import attached_engine
 from partway.propagation.graph.structure import name_of
+from partway.requests.attached import engine_of
+from partway.requests.dtensors import whole
 from partway.runtime.launching.process import get_rank, launched
 from partway.runtime.ranks.agreement import Fact, agree
 

@@ -29,7 +29,6 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from partway.context import auto_parallel_context
 from partway.fusion import FusionMode, Span
 from partway.fusion.program import Program
 from partway.measure.bench_page import page
@@ -49,8 +48,9 @@ from partway.measure.contenders import (
     turns,
 )
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
+from partway.options.context import auto_parallel_context
 from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.runtime.code.record import record_collectives, record_timeline
+from partway.runtime.code.recorders import record_collectives, record_timeline
 from partway.runtime.launching.gpus import may_share
 from partway.sharding import compile
 from partway.strategy.errors import RuntimeStateError

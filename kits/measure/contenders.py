@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from partway.context import auto_parallel_context
 from partway.measure.clock import wait_for
 from partway.measure.workloads import Workload
+from partway.options.context import auto_parallel_context
 from partway.runtime.launching import gpus
 from partway.sharding import shard
 

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from partway.context import auto_parallel_context
 from partway.fusion.program import Program
 from partway.fusion.schedule import Meter, with_values
 from partway.fusion.timeline import COMPUTE
 from partway.measure.clock import seconds_of
 from partway.measure.workloads import Workload
+from partway.options.context import auto_parallel_context
 from partway.propagation.cost.operators import kind_of_call, name_of_call
 from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
 from partway.propagation.graph.origins import computed_again, operator_of
-from partway.runtime.code.record import record_timeline
+from partway.runtime.code.recorders import record_timeline
 from partway.sharding import shard
 
 WARM, STEPS = 2, 5  # steps of a probe before those that are timed, and these

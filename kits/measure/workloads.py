@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partway.named import find, kind_of
+from partway.commands.named import find, kind_of
 from partway.strategy.errors import RuntimeStateError
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints.contents import random_states, set_random_state, unpacked
-from partway.dtensors import whole as whole_of
 from partway.ps.marks import close, forget, marked
 from partway.ps.service import roles, settings
 from partway.ps.service.client import Client, Pushed, Taken
@@ -25,6 +24,7 @@ from partway.ps.service.tables import RemoteTable
 from partway.ps.service.update import OptimizerMaker, is_by_element, is_of_rows
 from partway.ps.service.wire import DTYPES, array_of, name_of
 from partway.ps.workers import Parameters, parameters_of
+from partway.requests.dtensors import whole as whole_of
 from partway.runtime.launching.process import before_shutdown, launched
 from partway.runtime.tensors.optimizers import bring_up_to_date
 from partway.strategy import RuntimeStateError

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partway.dtensors import is_dtensor, whole
+from partway.requests.dtensors import is_dtensor, whole
 from partway.runtime.launching.process import launched
 from partway.runtime.ranks.doing import first_line
 from partway.strategy import RuntimeStateError

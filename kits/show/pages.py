@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from partway.graphs.compare import SavedCall, differences, saved_calls, strategies
+from partway.commands.compare_graphs import SavedCall, differences, saved_calls, strategies
 from partway.propagation.plan.alternatives import Origin, ScheduleSpan
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.report import text

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from partway.dtensors import is_dtensor, layout_now
 from partway.propagation.plan.plan import Plan
+from partway.requests.dtensors import is_dtensor, layout_now
 from partway.show.pictures.drawing import svg_of, text_of
 from partway.show.pictures.parts import LayoutParts, parts_of
 from partway.strategy import Layout, StrategyError

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 
 from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
-from partway.runtime.code import record
+from partway.runtime.code import recorders as record
 from partway.runtime.launching.process import get_group_size, get_rank
 from partway.show.lanes import SCRIPT, STYLE, Lane, lanes_figure
 from partway.show.page.markup import safe

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from partway.annotations.statements import Statement, parameters, statements, tensors
-from partway.compiler.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import beside_losses, in_caches
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import Allowed
+from partway.requests.plan_inputs import PlanInputs
 from partway.strategy import Annotation, Layout, Mesh, Problem, StrategyError, check_strategies
 from partway.strategy.errors import raise_problems
 from partway.strategy.layout import layout

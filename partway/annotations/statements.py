@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from partway.annotations.argument_names import by_argument, check_out_strategy
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.given import given_strategies
-from partway.annotations.names import by_argument, check_out_strategy
-from partway.compiler.plan_inputs import PlanInputs
 from partway.options.fields import DatasetMode, ParallelMode
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Port, Role
 from partway.propagation.ops.collectives import constrain
-from partway.request import Request, requests
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.request import Request, requests
 from partway.strategy import Mesh, Problem, Replicate, Shard
 from partway.strategy.suggest import did_you_mean, there_are
 

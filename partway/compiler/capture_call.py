@@ -11,26 +11,26 @@ from typing import Any
 import torch
 
 from partway.annotations.constrain import constrained_modules
-from partway.compiler.cache import cache_folder
+from partway.compiler.captures import fetch_capture
+from partway.compiler.graphs_record import Record
 from partway.compiler.passes import own_saved_tensors
-from partway.graphs.record import Record
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.any_size import AnySize
 from partway.propagation.capture.capture import CaptureOptions, capture, capture_any_size, capture_counting
-from partway.propagation.capture.tracing import Dims
+from partway.propagation.capture.export.tracing import Dims
 from partway.propagation.graph.graph import CalledHooks
 from partway.propagation.graph.question import Answer, Values
 from partway.propagation.graph.structure import Path, flatten_call, name_of
-from partway.request import Request
-from partway.reuse.captures import fetch_capture
+from partway.requests.request import Request
+from partway.requests.user_rules import rules, text_of
+from partway.reuse.cache import cache_folder
+from partway.reuse.changing_sizes import CallSizes, Captured
 from partway.reuse.effects import Effects
-from partway.reuse.sizes import CallSizes, Captured
 from partway.reuse.state import State, warn_of_unwatched
 from partway.strategy import Layout, Mesh
 from partway.strategy.afterwards import afterwards
 from partway.strategy.place import on_mesh
-from partway.user_rules import rules, text_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CallInputs:
 
     @property
     def given_mesh(self) -> Mesh | None:
-        """The mesh of the call, where one is given: islands inside are traced on it."""
+        """The mesh of the call, where one is given: manual functions inside are traced on it."""
         layouts = (*self.inputs.values(), *self.parameters.values())
         meshes = [
             self.request.own_mesh, *(plan.mesh for plan in self.request.plans), *(layout.mesh for layout in layouts)

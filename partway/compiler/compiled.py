@@ -10,13 +10,10 @@ from types import NoneType
 import torch
 
 from partway.annotations.annotate import Annotations
-from partway.compiler.cache import Entry
+from partway.compiler.graphs_record import Record, StepRecord
 from partway.compiler.passes import PlanDraft, Planned, StepDraft, accumulated, fused, make_step, make_step_again
-from partway.compiler.plan_inputs import PlanInputs
 from partway.compiler.planning_lock import planning
-from partway.compiler.planning_log import telling
 from partway.fusion.program import Program
-from partway.graphs.record import Record, StepRecord
 from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import Graph
@@ -27,6 +24,9 @@ from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.program.step import Step
 from partway.propagation.search.solution import Solution
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.planning_log import telling
+from partway.reuse.cache import Entry
 from partway.reuse.effects import Effects
 from partway.reuse.state import State
 from partway.strategy import Mesh

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from partway.compiler.cache import Entry, cache_folder
 from partway.compiler.capture_call import CallInputs, capture_call, captured_call
 from partway.compiler.compiled import Compiled
+from partway.compiler.graphs_record import Record, record
 from partway.compiler.meshes import meshes_to_try
 from partway.compiler.passes import (
     Around,
@@ -33,12 +33,9 @@ from partway.compiler.passes import (
     verified,
 )
 from partway.compiler.pick_by_step_time import earliest
-from partway.compiler.plan_inputs import PlanInputs
 from partway.compiler.planning_lock import planning
-from partway.compiler.planning_log import stage, telling
 from partway.compiler.replan_within_memory import Fitted, fitted
 from partway.compiler.suggest_what_fits import InTime, batch_of, least_limit, what_fits, with_batch
-from partway.graphs.record import Record, record
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import DeviceProfile, profile_of
@@ -51,12 +48,15 @@ from partway.propagation.plan.replay import differences
 from partway.propagation.problem.formulate import warn_of_unknown
 from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.torch_internals import bound_fake_results
-from partway.request import Request
-from partway.reuse.sizes import CallSizes, Captured
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.planning_log import stage, telling
+from partway.requests.request import Request
+from partway.requests.user_rules import rules, text_of
+from partway.reuse.cache import Entry, cache_folder
+from partway.reuse.changing_sizes import CallSizes, Captured
 from partway.runtime.launching.process import get_rank
 from partway.strategy import Mesh, StrategyError, raise_problems
 from partway.strategy.errors import DoesNotFitError
-from partway.user_rules import rules, text_of
 
 FAKE_RESULTS = 20_000  # that tracing keeps from one plan to the next; some kB each
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.statements import dataset_applies
-from partway.compiler.plan_inputs import PlanInputs
 from partway.options.fields import ParallelMode
 from partway.propagation.ops.collectives import constrain
-from partway.propagation.ops.islands import island, island_of
-from partway.request import requests
+from partway.propagation.ops.python.manual import call_manual, manual_of
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.request import requests
 from partway.strategy import Mesh, StrategyError, coarsest_mesh, meshes_of
 from partway.strategy.notation import Form, counts_of, forms_of_entry
 
@@ -30,7 +30,7 @@ def meshes_to_try(inputs: PlanInputs) -> list[Mesh]:
     meshes = [
         request.own_mesh,
         saved.mesh if saved else None,
-        *(island_of(str(node.args[1])).mesh for node in inputs.graph.nodes if node.target is island),
+        *(manual_of(str(node.args[1])).mesh for node in inputs.graph.nodes if node.target is call_manual),
         *(mesh for _, mesh in constraints),
         *(inner.own_mesh for _, inner in inside),
         *(layout.mesh for layout in inputs.inputs.values()),

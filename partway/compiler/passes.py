@@ -20,14 +20,12 @@ from typing import Any, TypeVar
 import torch
 
 from partway.annotations.annotate import Annotations, annotate
-from partway.compiler.plan_inputs import PlanInputs
-from partway.compiler.planning_log import stage
 from partway.fusion.by_size import AUTO_MB
 from partway.fusion.members import MB
 from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import Program, make_program
 from partway.options.fields import ParallelMode
-from partway.propagation.capture.resting_hooks import none_of_all_modules
+from partway.propagation.capture.hooks.resting_hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import verify
@@ -48,6 +46,8 @@ from partway.propagation.program.recompute import checkpointed, planned, recompu
 from partway.propagation.program.step import Step, scale_parameter_gradients
 from partway.propagation.search.search import SEARCHES, find, search
 from partway.propagation.search.solution import Solution, verify_solution
+from partway.requests.plan_inputs import PlanInputs
+from partway.requests.planning_log import stage
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.afterwards import uncollected
 

@@ -1,13 +1,13 @@
 """Collectives as operators: what each rank calls with what it has (`pw.ops`).
 
-    functions.py    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, permute
+    collectives.py  all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, permute
     neighbors.py    neighbor_exchange, neighbor_exchange_v2
     classes.py      the same as MindSpore has them: AllReduce(op, group)(x), ...
     groups.py       create_group, destroy_group; the ranks of a group by number
     where.py        where a program of one rank runs: on which mesh, at which place
 
-They are called in an island (`pw.manual`), or by the processes of a launcher. What is differentiated is the sum of the
-objectives of all ranks: see docs/manual.md.
+They are called in a manual function (`pw.manual`), or by the processes of a launcher. What is differentiated is the sum
+of the objectives of all ranks: see docs/manual.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partway.ops.classes import (
     NeighborExchangeV2,
     ReduceScatter,
 )
-from partway.ops.functions import ReduceOp, all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
+from partway.ops.collectives import ReduceOp, all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
 from partway.ops.neighbors import neighbor_exchange, neighbor_exchange_v2
 
 __all__ = [

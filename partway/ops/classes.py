@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partway.ops import functions
-from partway.ops.functions import check_position, check_tensor, reduction
+from partway.ops import collectives as functions
+from partway.ops.collectives import check_position, check_tensor, reduction
 from partway.ops.neighbors import check_borders, check_ranks, check_shapes, exchange, neighbor_exchange_v2
 from partway.ops.where import check_group, here
 from partway.strategy import OperatorError

@@ -9,7 +9,7 @@ from partway.runtime import groups
 from partway.runtime.launching import process
 from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
-from partway.strategy.place import WORLD_GROUPS, Group, island_place
+from partway.strategy.place import WORLD_GROUPS, Group, manual_place
 
 
 class GlobalComm:
@@ -24,18 +24,18 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
     group       the name: none of an axis of the mesh, of another group, or of all ranks
     rank_ids    its ranks, in ascending order, which is that of their positions in the group; one rank is a group, too
 
-    Every rank of the job calls it, in one order, whether it is in the group or not. An island has no such groups.
-    Raises StrategyError for another name or other ranks than these, RuntimeStateError before `init`, where ranks would
-    make different groups, and where one cannot come.
+    Every rank of the job calls it, in one order, whether it is in the group or not. A manual function has no such
+    groups. Raises StrategyError for another name or other ranks than these, RuntimeStateError before `init`, where
+    ranks would make different groups, and where one cannot come.
     """
-    _outside_of_islands("create_group")
+    _outside_of_manuals("create_group")
     groups.create(group, rank_ids, here("create_group"))
 
 
 def destroy_group(group: str) -> None:
     """End a group that `create_group` made. Every rank of the job calls it. Raises StrategyError for what is no such
     group, RuntimeStateError as `create_group` does."""
-    _outside_of_islands("destroy_group")
+    _outside_of_manuals("destroy_group")
     here("destroy_group")
     groups.destroy(group)
 
@@ -107,8 +107,8 @@ def _is_world(group: Group) -> bool:
     return group is None or (isinstance(group, str) and group in WORLD_GROUPS)
 
 
-def _outside_of_islands(call: str) -> None:
-    if island_place() is not None:
+def _outside_of_manuals(call: str) -> None:
+    if manual_place() is not None:
         raise RuntimeStateError(
-            f"{call} is called in an island, which has the axes of its mesh and no other groups; call it before"
+            f"{call} is called in a manual function, which has the axes of its mesh and no other groups; call it before"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.ops.functions import check_position, check_tensor
+from partway.ops.collectives import check_position, check_tensor
 from partway.ops.where import here
 from partway.propagation.ops import by_hand
 from partway.strategy import OperatorError

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from partway.context import current
-from partway.propagation.capture.tracing import capturing
-from partway.request import given_mesh
+from partway.options.context import current
+from partway.propagation.capture.export.tracing import capturing
+from partway.requests.request import given_mesh
 from partway.runtime import groups
 from partway.runtime.launching.job import JOB
 from partway.runtime.launching.launchers import simulated
 from partway.runtime.launching.process import get_group_size, launched
 from partway.strategy import CaptureError, Mesh, RuntimeStateError, StrategyError
 from partway.strategy import place as places
-from partway.strategy.place import Group, Place, island_place
+from partway.strategy.place import Group, Place, manual_place
 
 
 def set_mesh(mesh: Any) -> None:
@@ -22,9 +22,9 @@ def set_mesh(mesh: Any) -> None:
     mesh    a Mesh, a dict of axis sizes or a DeviceMesh, with one device for each process; None: no names, and the
             group of all ranks alone
 
-    Every rank calls it, with one mesh. An island has a mesh of its own. Raises StrategyError for what is no mesh and
-    for an axis that is called as a group is, RuntimeStateError for a mesh of another number of devices than there are
-    processes, and where ranks give different ones.
+    Every rank calls it, with one mesh. A manual function has a mesh of its own. Raises StrategyError for what is no
+    mesh and for an axis that is called as a group is, RuntimeStateError for a mesh of another number of devices than
+    there are processes, and where ranks give different ones.
     """
     try:
         wanted = given_mesh(mesh)
@@ -40,8 +40,8 @@ def set_mesh(mesh: Any) -> None:
 def axis_index(group: Group = None) -> int:
     """The position of this rank along a mesh axis (of several: major to minor in the order of the mesh; None: of all).
 
-    In an island it is a plain number, which may decide what the rank does between collectives; the island is then
-    traced for each position. Raises as `partway.ops.all_reduce` does.
+    In a manual function it is a plain number, which may decide what the rank does between collectives; the manual
+    function is then traced for each position. Raises as `partway.ops.all_reduce` does.
     """
     return here("axis_index").index(group)
 
@@ -52,14 +52,14 @@ def axis_size(group: Group = None) -> int:
 
 
 def here(call: str) -> Place:
-    """The place of the rank that makes `call`: of an island that is traced, else of this process."""
-    inside = island_place()
+    """The place of the rank that makes `call`: of a manual function that is traced, else of this process."""
+    inside = manual_place()
     if inside is not None:
         return inside
     if capturing():
         raise CaptureError(
             f"{call} is for the program of one rank, and is called in a function that is planned as a whole; put what "
-            "calls it into an island, pw.manual(fn, in_strategy, out_strategy)"
+            "calls it into a manual function, pw.manual(fn, in_strategy, out_strategy)"
         )
     if launched():
         get_group_size()
@@ -71,7 +71,8 @@ def here(call: str) -> Place:
     if devices > 1:
         raise RuntimeStateError(
             f"{call} is for the program of one rank, and this process stands for {devices} virtual devices; put what "
-            "calls it into an island, pw.manual(fn, in_strategy, out_strategy), or start a process for each device"
+            "calls it into a manual function, pw.manual(fn, in_strategy, out_strategy), or start a process for each "
+            "device"
         )
     return Place(mesh, 0, groups=groups.members_of)
 

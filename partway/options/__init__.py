@@ -10,5 +10,5 @@ ContextError that lists all that is wrong.
     refusals     from what pydantic refuses to one error in the user's words
     in_force     which value holds: that of the process, or of a `with` that this thread is in
 
-The functions that users call, and the two values in force, are in `partway.context`.
+The functions that users call, and the two values in force, are in `partway.options.context`.
 """

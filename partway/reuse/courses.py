@@ -1,8 +1,8 @@
 """The courses of one function for one signature: what it asked of values, and the plan that each answer led to.
 
 A function that asks nothing has one plan, and a call of it looks at nothing here. What a function does ask
-(propagation/capture/questions.py) is asked of every call, in order and before anything runs, and the plan with the
-same answers is used. The same answers lead to the same next question, so looking up a plan is a walk down a tree. A
+(propagation/capture/export/questions.py) is asked of every call, in order and before anything runs, and the plan with
+the same answers is used. The same answers lead to the same next question, so looking up a plan is a walk down a tree. A
 late question is assumed to have the answer of the last call; if it has another, the call runs again.
 
 What a function reads beside its arguments (state.py) may change as well: then it has other courses.
@@ -18,11 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from partway.dtensors import whole
-from partway.propagation.capture.questions import Unanswered
+from partway.propagation.capture.export.questions import Unanswered
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.question import Answer, Leaf, Question, Values
 from partway.propagation.graph.structure import name_of
+from partway.requests.dtensors import whole
 from partway.reuse.state import State
 
 MOST_PLANS = 128  # of one function

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.context import current_algo
+from partway.options.context import current_algo
 from partway.options.parallel import ParallelContext
-from partway.propagation.capture.stand_ins import attributes_of
+from partway.propagation.capture.export.stand_ins import attributes_of
 from partway.propagation.graph.structure import Path, Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, parameters_in
+from partway.requests.user_rules import version
+from partway.reuse.code_names import Asks
 from partway.reuse.facts import fact
-from partway.reuse.names import Asks
 from partway.reuse.state import State
 from partway.runtime.torch_internals import as_object, spec_of, spec_or_none
-from partway.user_rules import version
 
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")

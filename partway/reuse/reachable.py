@@ -19,14 +19,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partway.attached import ATTRIBUTE
-from partway.propagation.capture.hook_kinds import tracks
+from partway.propagation.capture.hooks.hook_kinds import tracks
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.torch_internals import COMPILED_CALL, module_hooks
+from partway.requests.attached import ATTRIBUTE
+from partway.reuse.code_names import Asks, Names, names_in
 from partway.reuse.contents import contents_of, is_unwatched
 from partway.reuse.facts import CONTAINERS, OPEN_TYPES, PLAIN
 from partway.reuse.libraries import is_closed, is_closed_type
-from partway.reuse.names import Asks, Names, names_in
 
 # Python modules that return another value at each call
 _UNWATCHED = {
@@ -144,7 +144,7 @@ class Reachable:
 
     def _look_at(self, value: Any, label: str, every: bool) -> None:
         kind, engine = type(value), _own_store(value).get("_engine")
-        if engine is not None and is_closed_type(type(engine)):  # a sharded function, or an island
+        if engine is not None and is_closed_type(type(engine)):  # a sharded function, or a manual function
             self.reach(engine.fn, label)
         elif issubclass(kind, functools.partial):
             self._reach_all((value.func, *value.args, *value.keywords.values()), label)

@@ -20,8 +20,8 @@ from torch.export.graph_signature import InputKind
 from ...strategy.errors import CaptureError
 from ..graph.structure import NUMBERS, Call
 from ..torch_internals import FakeTensor, at_symbols, fake_like, guards_of, range_of, symbol_of, symbols_in, tree_map
-from .numbers import CHECKS
-from .tracing import Attempt, Dims, Traced
+from .export.numbers import CHECKS
+from .export.tracing import Attempt, Dims, Traced
 
 aten = torch.ops.aten
 Sizes = tuple[int | torch.SymInt, ...]

@@ -28,22 +28,22 @@ from ..graph.question import Answer, Values
 from ..graph.structure import Call, Path, flatten_call, name_of
 from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
-from ..rules.padded_convolution import absorb
-from ..rules.recurrent import true_states
+from ..rules.layers.padded_convolution import absorb
+from ..rules.layers.recurrent import true_states
 from ..torch_internals import graph_module
 from .any_size import AnySize, OtherSizesError, any_size
-from .autograd_functions import adopt
-from .checks import check_dtypes, warn_of_updates
-from .cleanup import leave_meta, name_islands, prune
-from .control import flatten_control
 from .counted import at_numbers, counted
-from .failures import Undecided
-from .hooks import Hooks
+from .export.checks import check_dtypes, warn_of_updates
+from .export.failures import Undecided
+from .export.questions import Answerable, Answering
+from .export.random_generators import drawing_nothing
+from .export.source_lines import callers_line
+from .export.tracing import Attempt, Dims, EffectListener, NoEffects, Traced, checked, trace
+from .hooks.hooks import Hooks
 from .ports import InputPorts, input_ports, output_ports, unseen_updates
-from .questions import Answerable, Answering
-from .random_state import drawing_nothing
-from .source_lines import callers_line
-from .tracing import Attempt, Dims, EffectListener, NoEffects, Traced, checked, trace
+from .rewrites.autograd_functions import adopt
+from .rewrites.cleanup import leave_meta, name_manuals, prune
+from .rewrites.control_flow import flatten_control
 
 Pass = Callable[[fx.GraphModule], None]
 Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
@@ -312,7 +312,7 @@ def _passes(inputs: InputPorts, outputs: list[Port], device: str, options: Captu
     yield adopt  # the backward of a torch.autograd.Function becomes one that autograd makes
     yield flatten_control  # loops are unrolled, and branches become one operator each
     yield expand_operators  # operators whose rule would not be local become sums and pointwise operators
-    yield name_islands  # their calls have the names of their functions
+    yield name_manuals  # their calls have the names of their functions
     yield absorb  # convolutions take over the padding of their operands
     yield prune  # views become reshapes; asserts and dead nodes go
 

@@ -21,7 +21,7 @@ from ...strategy.errors import CaptureError
 from ..graph.structure import NUMBERS
 from ..torch_internals import FakeTensor, at_symbols, symbols_in
 from .any_size import OtherSizesError, check_kept, is_symbolic, values_of_symbols, with_sizes
-from .tracing import Attempt, Traced, checked
+from .export.tracing import Attempt, Traced, checked
 
 aten = torch.ops.aten
 

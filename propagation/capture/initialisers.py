@@ -20,7 +20,7 @@ from ..graph.structure import flatten
 from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
 from ..torch_internals import FakeTensorMode, buffers_in, make_fx, parameters_in
-from .cleanup import prune
+from .rewrites.cleanup import prune
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ...strategy.errors import CaptureError
 from ..graph.port import Port, Role
 from ..graph.structure import Call, Structure, name_of, state_of
-from .tracing import Traced
+from .export.tracing import Traced
 
 _WRITTEN = "the function writes to {!r} in place; return the new value, or keep it in a buffer"
 _UPDATES = {Role.BUFFER: Role.BUFFER_UPDATE, Role.INPUT: Role.INPUT_UPDATE}

@@ -20,7 +20,7 @@ from torch import fx
 
 from ...strategy.errors import VerifyError
 from ..ops.constants import NO_GRADIENT
-from ..ops.hooked import Hook
+from ..ops.python.hooked import Hook
 from ..torch_internals import OpOverload, schema_of
 from .nodes import Value, operands, source_of, tensor_of, values_of
 from .port import Port
@@ -74,7 +74,7 @@ class Graph:
     aliases   the other names of a tied parameter, with the one that is an input
     device    the type of device of the call's tensors ("meta" ones are planned as on the CPU)
     asked     what the function asked of values in its course, with the answers of this one
-    hooks     those that it calls (capture/hooks.py)
+    hooks     those that it calls (capture/hooks/hooks.py)
     read      the tensors from outside whose values became numbers of the graph
     counts    what it counts on of the numbers that are its last inputs; None where there are none
     """

@@ -14,8 +14,8 @@ from torch import fx
 
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import constrain
-from ..ops.functions import functions_of, run
-from ..ops.islands import island, island_of
+from ..ops.python.functions import functions_of, run
+from ..ops.python.manual import call_manual, manual_of
 from ..torch_internals import OpOverload, schema_of
 
 _REGION = "partway_checkpoint"
@@ -48,9 +48,10 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """`aten.linear.default` for a node that calls it; `island.ring` for one that calls the island of `ring`."""
-    if node.target is island:
-        return f"island.{island_of(str(node.args[1])).word}"
+    """`aten.linear.default` for a node that calls it; `manual.ring` for one that calls the manual function of
+    `ring`."""
+    if node.target is call_manual:
+        return f"manual.{manual_of(str(node.args[1])).word}"
     return str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")
 
 

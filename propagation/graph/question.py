@@ -1,6 +1,6 @@
 """What a function asks of the values of a call, as data: the operators that the answer follows from, and their tensors.
 
-Questions arise while a function is captured (`capture/questions.py`), and are answered before each call.
+Questions arise while a function is captured (`capture/export/questions.py`), and are answered before each call.
 """
 
 from __future__ import annotations

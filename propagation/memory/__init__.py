@@ -4,8 +4,8 @@ In: a `SearchProblem`. Out: a `KeepProblem`, in which every option is joined by 
 time; and the `Timeline` of one choice with its fates. Why it is so: docs/design/memory.md; as formulas:
 docs/design/planning.md, "The objective".
 
-needs.py        what the backward reads of each call
-stretches.py    where the graph is cut for what is computed again
-keeping.py      options with what is kept, computed again or let go
-timeline.py     what a device then holds, operator by operator; gradients.py: the gradients of values among it
+needs.py            what the backward reads of each call
+stretches.py        where the graph is cut for what is computed again
+keeping.py          options with what is kept, computed again or let go
+backward_memory.py  what a device then holds, operator by operator; gradients.py: the gradients of values among it
 """

@@ -37,7 +37,7 @@ from ..graph.port import Role
 from ..graph.queries import recomputed
 from ..minsum.network import Costs, among
 from ..ops.random_numbers import draw
-from ..problem.numbers import restricted
+from ..problem.cost_tables import restricted
 from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
 from ..torch_internals import OpOverload
 from .needs import NOTHING, Needs

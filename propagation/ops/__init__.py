@@ -13,9 +13,8 @@ kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rule
     ctc.py                  CTC loss with results of static size
     padded_convolution.py   a convolution with any padding
     recurrent.py            oneDNN's LSTM layer, with what its backward reads
-    functions.py            the call of a Python function that capture wrote: control flow
-    hooked.py               hooks of modules and tensors
-    keyed.py                what these and islands find by a key
+    python/                 operators that call Python: control flow, hooks, manual functions
+    keyed.py                what these find by a key
     registration.py         how an operator gets its kernel, its fake form and its derivative
     dtypes.py               the dtypes in which operators accumulate
 """

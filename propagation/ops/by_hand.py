@@ -25,8 +25,8 @@ map: what is differentiated is the sum of the objectives of all ranks. So the gr
 gradients. Other reductions are not linear; those that are differentiated are written as a reduction of what was
 gathered (`partway.ops`).
 
-All are symbols: an island is written as conversions (`propagation/islands/`), and outside of one the processes of a
-launcher run them (`runtime/`). None is dropped where its result is not read, for other ranks wait in it.
+All are symbols: a manual function is written as conversions (`propagation/manual functions/`), and outside of one the
+processes of a launcher run them (`runtime/`). None is dropped where its result is not read, for other ranks wait in it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     partway::padded_convolution(x, weight, bias, pad, mode, value, stride, dilation, groups)
                      torch.nn.functional.pad(x, pad, mode, value), convolved without padding
 
-`rules/padded_convolution.py` makes one of a pad and a convolution, so that both take one exchange of windows; lowering
-writes it as those two again.
+`rules/layers/padded_convolution.py` makes one of a pad and a convolution, so that both take one exchange of windows;
+lowering writes it as those two again.
 """
 
 from __future__ import annotations

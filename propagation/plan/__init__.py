@@ -10,7 +10,7 @@ explain         why something is as it is; alternatives finds what the plan coul
 curve           what memory costs, and its picture
 lanes           what runs when, as bars on one axis of time: a picture, and a part of a page
 planned_graph   the operators and what they read, for networkx
-files           a plan as a JSON file, checked when it is read
+plan_files      a plan as a JSON file, checked when it is read
 replay          whether a plan fits a graph, and the Solution that it stands for there
 stored, forms   plans and programs as data for the cache: how they are written and read, and the table of their forms
 """

@@ -27,7 +27,7 @@ from ..graph.nodes import operands, source_of
 from ..graph.port import Port
 from ..graph.queries import beside_losses
 from ..memory.keeping import seconds_again
-from ..ops.islands import island, island_of
+from ..ops.python.manual import call_manual, manual_of
 from ..problem.formulate import formulate
 from ..problem.problem import SearchProblem, Vertex
 from ..program.collective import Collective, collectives_of
@@ -255,16 +255,16 @@ class Alternatives:
 
     def of_collective(self, c: Collective) -> list[str]:
         """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it. Of one that an
-        island calls a line that says so."""
-        if inside := self._island_of(c):
-            return [f"written by hand in the island {inside}, which is taken as it is"]
+        manual function calls a line that says so."""
+        if inside := self._manual_of(c):
+            return [f"written by hand in the manual function {inside}, which is taken as it is"]
         return [self._price_without(c), f"caused by {self._cause(c)}"]
 
-    def _island_of(self, c: Collective) -> str:
-        """The name of the island whose call `c` is, if it is one's."""
-        calls = {node.name: node for node in self.problem.graph.nodes if node.target is island}
+    def _manual_of(self, c: Collective) -> str:
+        """The name of the manual function whose call `c` is, if it is one's."""
+        calls = {node.name: node for node in self.problem.graph.nodes if node.target is call_manual}
         inside = c.where in calls and c.tensor.startswith(f"{c.where}.")
-        return island_of(str(calls[c.where].args[1])).name if inside else ""
+        return manual_of(str(calls[c.where].args[1])).name if inside else ""
 
     def _price_without(self, c: Collective) -> str:
         plan = self.without(c)

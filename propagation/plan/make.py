@@ -19,8 +19,8 @@ from ..graph.nodes import (
     source_of,
     value,
 )
+from ..memory.backward_memory import HeldBytes
 from ..memory.keeping import Fate
-from ..memory.timeline import HeldBytes
 from ..problem.problem import SearchProblem, Vertex, VertexKind
 from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option

@@ -19,7 +19,7 @@ from .alternatives import Alternatives, Origin, ScheduleSpan
 from .curve import MemoryCurve
 from .data import Memory, MemoryPoint, PlanData
 from .explain import explain
-from .files import load_plan, save_plan
+from .plan_files import load_plan, save_plan
 from .planned_graph import planned_graph
 from .report import Report, summary, table
 

@@ -24,7 +24,7 @@ from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
 from ..graph.queries import constant_nodes
 from ..minsum.network import among
-from ..problem.numbers import restricted
+from ..problem.cost_tables import restricted
 from ..problem.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.exact import dynamic_programming
 from ..search.solution import Solution

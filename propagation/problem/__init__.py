@@ -5,8 +5,8 @@ options). Out: a `SearchProblem`, and its numbers as `minsum` takes them. What i
 in docs/design/planning.md, "The objective".
 
 formulate.py          a graph becomes a problem
-operator_options.py   the options of an operator, and what each costs by itself; islands.py: the one option of an island
-weights_read.py       which weights the backward reads
+operator_options.py   the options of an operator, and what each costs by itself; manual_option.py: the one option of a
+manual function weights_read.py       which weights the backward reads
 problem.py            the problem as data, and what it costs to convert each of its tensors
-numbers.py            the problem as `Costs` or as a `Network`
+cost_tables.py        the problem as `Costs` or as a `Network`
 """

@@ -38,11 +38,11 @@ from ..graph.nodes import (
 from ..graph.port import Port, Role
 from ..graph.queries import constant_nodes, differentiated, gradient_flow, recomputed, writing_in_place
 from ..ops.collectives import constrain
-from ..ops.islands import island
+from ..ops.python.manual import call_manual
 from ..rules.custom import without_rule
 from ..rules.rule import Rule
 from ..rules.table import is_elementwise, rule_of
-from .islands import option_of_island
+from .manual_option import option_of_manual
 from .operator_options import OperatorCall, cheapest, operator_options
 from .problem import Allowed, Edge, Fallback, Options, SearchProblem, Settings, TensorFacts, Vertex, VertexKind
 from .weights_read import weights_read
@@ -203,9 +203,9 @@ class _Formulation:
         if node.target is constrain:
             rule, options, annotation = self._constraint(node, produced[0])
             self.near_annotation.add(produced[0])
-        elif node.target is island:
+        elif node.target is call_manual:
             tables = tuple(map(self._table, sources)), tuple(map(self._table, produced))
-            rule, options = None, option_of_island(node, *tables, self.tensors.flows, self.settings)
+            rule, options = None, option_of_manual(node, *tables, self.tensors.flows, self.settings)
         else:
             rule, options = self._operator(node, sources, produced)
         index = self._append(Vertex(node.name, VertexKind.OPERATOR, node, options, rule, None, annotation), produced)

@@ -44,8 +44,8 @@ from ..graph.graph import Graph
 from ..graph.nodes import Value, tensor_of
 from ..graph.port import Port
 from ..rules.custom import Rows
-from ..rules.reductions import MAXIMA
 from ..rules.rule import Rule
+from ..rules.tensors.reductions import MAXIMA
 
 _SHOWN = 6  # strategies of an operator that are printed
 AMONG = " among the strategies that enable_algo_approxi leaves"  # what the bound of an approximate problem holds for

@@ -26,8 +26,8 @@ from ..graph.port import Port, Role
 from ..ops.collectives import convert
 from ..ops.constants import constant, stationary
 from ..ops.ctc import ctc_backward
-from ..ops.functions import run_backward
-from ..ops.hooked import hooked_backward, observed
+from ..ops.python.functions import run_backward
+from ..ops.python.hooked import hooked_backward, observed
 from ..ops.registration import differentiable, written_forms
 from .differentiate import differentiate
 from .local_program import Conversion, LocalProgram, PlacedPort

@@ -37,12 +37,12 @@ from ..graph.nodes import (
 )
 from ..graph.origins import compute_again, inherit, note_operator
 from ..graph.port import Port, Role
-from ..islands.flows import gradients_inside
-from ..islands.island import Island
-from ..islands.writing import IslandConversion, written
+from ..manual.flows import gradients_inside
+from ..manual.manual import TracedManual
+from ..manual.writing import ManualConversion, written
 from ..memory.keeping import Fate, Keeping
 from ..ops.collectives import constrain, convert
-from ..ops.islands import island, island_of
+from ..ops.python.manual import call_manual, manual_of
 from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
@@ -84,7 +84,7 @@ class _Lowering:
         self.again, self.repeated = _again(problem, choice, keeping)
         self.cost += keeping.cost if keeping else 0.0
         self.constant_parts: dict[fx.Node, fx.Node] = {}  # what was written for a part of a constant: of which
-        self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside islands
+        self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside manual functions
 
     def program(self) -> LocalProgram:
         inputs = []
@@ -152,8 +152,8 @@ class _Lowering:
         if node.target is constrain:
             self._produce(produced[0], args[0], rests[0], consumer)
             return
-        if node.target is island:
-            for v, part, rest in zip(produced, self._of_island(node, args[0], consumer), rests, strict=True):
+        if node.target is call_manual:
+            for v, part, rest in zip(produced, self._of_manual(node, args[0], consumer), rests, strict=True):
                 self._produce(v, part, rest, consumer)
             return
         if emit and emit.rule.local:
@@ -169,9 +169,9 @@ class _Lowering:
                 item = self.graph.call_function(operator.getitem, (result, v.index)) if one else result[v.index]
                 self._produce(v, item, rest, consumer)
 
-    def _of_island(self, node: fx.Node, parts: Sequence[fx.Node], consumer: str) -> tuple[fx.Node, ...]:
-        """The program of an island in the place of its call: what a rank has of its results."""
-        its = island_of(str(node.args[1]))
+    def _of_manual(self, node: fx.Node, parts: Sequence[fx.Node], consumer: str) -> tuple[fx.Node, ...]:
+        """The program of a manual function in the place of its call: what a rank has of its results."""
+        its = manual_of(str(node.args[1]))
         text = written(its)
         flows = gradients_inside(its, node, self.problem.tensors.flows)
         env = dict(zip(text.graph.find_nodes(op="placeholder"), parts, strict=True))
@@ -190,9 +190,9 @@ class _Lowering:
         return tuple(env[part] for part in returned)
 
     def _conversion_inside(
-        self, c: IslandConversion, its: Island, call: fx.Node, gradient: bool, consumer: str
+        self, c: ManualConversion, its: TracedManual, call: fx.Node, gradient: bool, consumer: str
     ) -> Conversion:
-        """A conversion of an island, as one of the program."""
+        """A conversion of a manual function, as one of the program."""
         at = c.at if c.at is not None else c.of.node
         name = next((port.name for port in its.graph.inputs if port.node is c.of.node), c.of.node.name)
         by = f"{operator_name(at)} {at.name}" if at.op == "call_function" else name
@@ -208,7 +208,7 @@ class _Lowering:
             gradient=gradient,
             parameter=False,
             producer=consumer,
-            consumer=f"{by} of the island {its.word}",
+            consumer=f"{by} of the manual function {its.word}",
             where=call.name,
             path=module_path(call),
             line=source_line(at) or source_line(call),

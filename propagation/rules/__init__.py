@@ -12,7 +12,7 @@ before that, the calls that an expansion replaces it by. How to add an operator:
     table.py             the one merge of all families: `rule_of`, `has_row`, ROWS and EXPANSIONS
     expand.py            the pass that replaces operators by their expansions
     custom.py            rules that users give to operators (`partway.rule`)
-    padded_convolution   the pass that makes one operator of a pad and a convolution
-    all others           one family of operators each: its rules, its local forms, its expansions, and at the end the
-                         rows (ROWS) and expansions (EXPANSIONS) that the table merges
+    layers/, tensors/    one family of operators a module: its rules, local forms, expansions, and at the end the rows
+                         (ROWS) and expansions (EXPANSIONS) that the table merges;
+                         layers/padded_convolution.py is a pass, which makes one operator of a pad and a convolution
 """

@@ -16,7 +16,7 @@ from torch import fx
 
 from ...strategy.errors import OperatorError
 from ..graph.nodes import at_source, describe, module_path, name_of_call, operator_name, shape, tensor_of, values_of
-from ..ops.functions import run
+from ..ops.python.functions import run
 from ..torch_internals import OpOverload, schema_of
 from .row import Row, parse_row, schema_tensors, specified_results, specs_of, tokens_of
 from .rule import Rule

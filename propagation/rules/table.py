@@ -14,33 +14,24 @@ import torch
 from torch import fx
 
 from ..graph.nodes import draws_random_numbers, is_pointwise, operands, results_of, value
-from . import (
+from .builder import Expansion
+from .custom import Rows, own_rule
+from .layers import (
     adaptive_pools,
-    along,
     attention,
     batch_norm,
     convolution,
-    creation,
     embedding_bag,
-    fourier,
     grouped_matmul,
-    hooks,
-    indexing,
-    linear_algebra,
     losses,
     norms,
-    pointwise,
     pools,
-    random,
     recurrent,
-    reductions,
     resampling,
-    shapes,
 )
-from .builder import Expansion
-from .custom import Rows, own_rule
 from .row import Row, RowFunction, parse_row
 from .rule import Rule
+from .tensors import along, creation, fourier, hooks, indexing, linear_algebra, pointwise, random, reductions, shapes
 
 
 def merged(families: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:

@@ -16,7 +16,7 @@ from ..minsum.found import Found
 from ..minsum.many import optimum_of_many
 from ..minsum.network import Costs
 from ..minsum.optimum import optimum
-from ..problem.numbers import are_few, costs_of, is_written_out, network_of
+from ..problem.cost_tables import are_few, costs_of, is_written_out, network_of
 from ..problem.problem import SearchProblem
 from .recursive import recursive_programming
 from .solution import Solution, solution_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..minsum.visits import propagate, revisit
-from ..problem.numbers import network_of
+from ..problem.cost_tables import network_of
 from ..problem.problem import Options, SearchProblem, VertexKind
 from .solution import Solution
 

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 
 from ...strategy.errors import VerifyError
+from ..memory.backward_memory import HeldBytes
 from ..memory.keeping import Keeping, cost_with_fates
-from ..memory.timeline import HeldBytes
 from ..minsum.found import Found
 from ..problem.problem import SearchProblem
 

@@ -22,10 +22,10 @@ from torch import fx
 from ...strategy.errors import DoesNotFitError, StrategyError
 from ...strategy.units import human
 from ..cost.conversion import Codes, Floats
+from ..memory.backward_memory import HeldBytes, timeline
 from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from ..memory.needs import Needs, needs_of
 from ..memory.stretches import SHORTEST, stretches_of
-from ..memory.timeline import HeldBytes, timeline
 from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
 from ..minsum.found import Found
 from ..minsum.narrow import Narrowing
@@ -33,7 +33,7 @@ from ..minsum.network import Costs
 from ..minsum.optimum import optimum
 from ..minsum.progress import tell
 from ..minsum.reduce import reduced
-from ..problem.numbers import network_of
+from ..problem.cost_tables import network_of
 from ..problem.problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
 

@@ -3,8 +3,8 @@
 In comes a graph of a `Step`; out comes a Python function of tensors, which an executor calls.
 
     instructions.py     a graph as instructions: assemble.py, memory.py, region.py, written.py
-    functions.py        instructions as a Python function; loaded.py: for an executor and a backend; inductor.py
+    straight_line.py    instructions as a Python function; loaded.py: for an executor and a backend; inductor.py
     slices.py, strides.py, local_conversions.py     parts, how they lie in memory, conversions without other ranks
-    stretches.py        the parts of a program between two meetings of ranks
-    record.py           what ran, and when
+    sections.py         the parts of a program between two meetings of ranks
+    recorders.py        what ran, and when
 """

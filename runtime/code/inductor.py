@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from ...propagation.graph.graph import Text
 from ...propagation.graph.nodes import draws_random_numbers
 from ...propagation.ops.collectives import convert, convert_group, kind_of
-from ...propagation.ops.hooked import HOOKS
 from ...propagation.ops.indexing import position
+from ...propagation.ops.python.hooked import HOOKS
 from ...propagation.ops.registration import formulas
 from ...propagation.program.step import returned_by
 from ...propagation.torch_internals import FakeTensorMode, OpOverload, schema_of

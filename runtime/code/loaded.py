@@ -14,11 +14,11 @@ from ...propagation.program.local_program import Conversion, PlacedPort
 from ...propagation.program.step import Step, inputs_with_gradients
 from ...strategy.choice import Choice
 from .assemble import assemble_code
-from .functions import Run
 from .inductor import compile_regions, example
 from .instructions import AS_TRACED, Code, InputsAs, Mark
-from .record import begin, marking, timed
+from .recorders import begin, marking, timed
 from .slices import Placed
+from .straight_line import Run
 
 
 class Executor(Protocol):

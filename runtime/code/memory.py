@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ...propagation.graph.nodes import REPLACING, draws_random_numbers
 from ...propagation.ops.batch_norm import OWN_MEMORY
 from ...propagation.ops.collectives import convert, convert_group, kind_of
-from ...propagation.ops.hooked import calls_hook
+from ...propagation.ops.python.hooked import calls_hook
 from ...propagation.ops.random_numbers import draw
 from ...propagation.torch_internals import OpOverload, makes_memory
 from ...strategy.placement import Kind

@@ -22,10 +22,10 @@ from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.torch_mesh import own_group, to_device_mesh
-from ..code.functions import Bind, Run, compile_code
 from ..code.instructions import Code, Instruction, Mark, Relayout
 from ..code.local_conversions import LOCAL
 from ..code.slices import Placed, full_part, part_of, short_part
+from ..code.straight_line import Bind, Run, compile_code
 from ..code.strides import laid_out
 from ..launching.process import device_type
 from ..ranks.watch import told, watch

@@ -23,7 +23,7 @@ from ...strategy.cut import SliceWindow, Strip
 from ...strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
 from ...strategy.torch_mesh import has_nccl
 from ..code.instructions import Relayout
-from ..code.record import note
+from ..code.recorders import note
 from ..code.slices import addends_of, first_row, joined, pieces, slice_of, window_of
 from ..code.strides import contiguous
 from ..ranks.stragglers import waits

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...strategy.cut import SliceWindow, Strip
 from ...strategy.placement import PARTIAL_MAX, Kind, Shard
 from ..code.instructions import Relayout
-from ..code.record import note
+from ..code.recorders import note
 from ..code.slices import addends_of, first_row, joined, pieces, slice_of, window_of
 from ..code.strides import contiguous
 

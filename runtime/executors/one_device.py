@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...propagation.program.local_program import PlacedPort
 from ...strategy.mesh import Mesh
-from ..code.functions import Bind, Run, compile_code
 from ..code.instructions import Code, Instruction, Mark, Relayout
 from ..code.local_conversions import LOCAL
-from ..code.record import note
+from ..code.recorders import note
 from ..code.slices import Placed
+from ..code.straight_line import Bind, Run, compile_code
 from ..code.strides import laid_out
 from .meetings import MEETINGS
 

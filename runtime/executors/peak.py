@@ -25,9 +25,9 @@ from ...propagation.ops.kinds import WORTH_A_CALL
 from ...propagation.program.step import Step, returned_by
 from ...strategy.placement import Kind, Shard, placement_from_code
 from ..code.assemble import members_late, operands_of, relayout_of
-from ..code.functions import overdue
 from ..code.instructions import Relayout
 from ..code.memory import overwriting
+from ..code.straight_line import overdue
 from ..code.written import written_in_place
 from .issue import may_become_its_sum
 

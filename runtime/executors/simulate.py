@@ -22,12 +22,12 @@ from ...propagation.program.local_program import PlacedPort
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import PARTIAL_MAX, Partial, Shard
-from ..code.functions import Bind, Run, compile_steps
 from ..code.instructions import Code, Instruction, Mark, Relayout
 from ..code.local_conversions import LOCAL
-from ..code.record import resume
+from ..code.recorders import resume
+from ..code.sections import Stretch, is_common, stretches_of
 from ..code.slices import Placed, full_part
-from ..code.stretches import Stretch, is_common, stretches_of
+from ..code.straight_line import Bind, Run, compile_steps
 from ..code.strides import Strides, contiguous_strides, laid_out
 from ..torch_internals import base_of
 from .meetings import Meeting

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from ...strategy.errors import RuntimeStateError
 from ...strategy.torch_mesh import has_nccl
-from ..code.functions import trail_of
+from ..code.straight_line import trail_of
 from ..torch_internals import default_store, flight_record, timeout_of
 from .answering import AnsweringStore
 from .doing import ENDED, GONE, MEETS, Doing, first_line, is_alive, last_words, lines_of, named, place_of

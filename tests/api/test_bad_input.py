@@ -22,7 +22,7 @@ from torch.distributed import tensor as dt
 from torch.distributed.device_mesh import DeviceMesh
 
 import partway as pw
-from partway.context import current, current_algo
+from partway.options.context import current, current_algo
 from partway.propagation.cost.profile import profile_of
 from partway.strategy.torch_mesh import from_device_mesh
 

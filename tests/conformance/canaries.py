@@ -36,7 +36,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "an operator's row in the table says that it is linear where it is not, so that addends come in",
-        "propagation/rules/linear_algebra.py",
+        "propagation/rules/tensors/linear_algebra.py",
         'aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"),',
         'aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0 1",),',
         "propagation/rules/test_table.py::"
@@ -44,13 +44,13 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a rule lets a call be split where its parts are not those of the result",
-        "propagation/rules/shapes.py",
+        "propagation/rules/tensors/shapes.py",
         "local=with_local_shape(1), even=begun", "local=with_local_shape(1)",
         "propagation/rules/test_uneven.py::test_a_factor_that_begins_a_dim_is_cut_evenly",
     ),
     (
         "a mean divides by what a rank has and not by what there is in all",
-        "propagation/rules/reductions.py",
+        "propagation/rules/tensors/reductions.py",
         "    aten.var_mean.dim: _expand_var_mean,\n}",
         "    aten.var_mean.dim: _expand_var_mean,\n}\nfor _mean in (aten.mean.default, aten.mean.dim):\n"
         "    del EXPANSIONS[_mean]\n    ROWS[_mean] = _reduction_rule",
@@ -70,7 +70,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "the statistics of a batch norm are not those of all elements of a channel",
-        "propagation/rules/batch_norm.py",
+        "propagation/rules/layers/batch_norm.py",
         "count, dtype = math.prod(shape(x)[d] for d in dims), wide", "count, dtype = shape(x)[0], wide",
         "propagation/rules/test_batch_norm.py::test_batch_norm[True-options0-shape1]",
     ),
@@ -188,7 +188,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "buffers that a call writes are left as they were",
-        "partway/runner.py",
+        "partway/engine/runner.py",
         "writes.append((Tensor.copy_, buffer(), value))", "pass",
         "propagation/program/test_recompute.py::"
         "test_a_checkpoint_that_nothing_is_learned_of_updates_buffers_without_a_word",
@@ -238,7 +238,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a plan is read from disk that was made with other options",
-        "partway/compiler/cache.py",
+        "partway/reuse/cache.py",
         "*text_of_graph(graph), *map(repr, content))", "*text_of_graph(graph))",
         "models/test_cache.py::test_other_content_is_planned_anew[mesh]",
     ),
@@ -256,7 +256,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "hooks are not called",
-        "propagation/capture/module_hooks.py",
+        "propagation/capture/hooks/module_hooks.py",
         "answer = call(*seen)", "answer = None",
         "models/test_hooks.py::test_a_hook_sees_what_it_would_on_one_device",
     ),

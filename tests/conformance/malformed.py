@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 
 import partway as pw
 from partway import data
-from partway.cli import app
+from partway.commands.cli import app
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import profile_of

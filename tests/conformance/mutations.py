@@ -137,7 +137,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/placing.py",
+            "partway/engine/placing.py",
             (
                 "parameters are compared when a module is sharded",
                 'facts += facts_of(named, "seed every rank alike, or set parameter_broadcast=True")', "pass",
@@ -181,7 +181,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/engine.py",
+            "partway/engine/engine.py",
             (
                 "where one rank's part has another shape, all ranks look for another plan",
                 "if last is not None and last.runner.own and placing()", "if False and placing()",
@@ -398,7 +398,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/placing.py",
+            "partway/engine/placing.py",
             (
                 "each call's inputs are noted",
                 "ranks.given([tensors[i] for i in wholes], where)", "pass",
@@ -755,7 +755,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "A call is written out as another only where it is written alike": (
         *of_file(
-            "propagation/capture/one_by_one.py",
+            "propagation/capture/rewrites/one_by_one.py",
             (
                 "numbers of other types are other calls",
                 "self.kind = node.target, text,", 'self.kind = node.target, text.replace(".0", ""),',
@@ -780,7 +780,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "What is on disk is used only for what it was made for": (
         *of_file(
-            "partway/compiler/cache.py",
+            "partway/reuse/cache.py",
             (
                 "an entry is what was written",
                 r'if head + b"\n" != self._head(name, data):', "if False:",
@@ -861,7 +861,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "partway/reuse/captures.py",
+            "partway/compiler/captures.py",
             (
                 "a capture is of what the code reads",
                 "own, reads, call.structure.key()", "own, call.structure.key()",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from partway import cli
+from partway.commands import cli
 from partway.measure.bench import MODELS, policies
 from partway.propagation.cost.profile import presets
 from partway.propagation.search.search import SearchMode
@@ -19,7 +19,7 @@ from partway.propagation.search.search import SearchMode
 COMPLETE = """
 import atexit, sys
 atexit.register(lambda: sys.stderr.write("torch" if "torch" in sys.modules else "quick"))
-from partway.cli import app
+from partway.commands.cli import app
 app(prog_name="partway")
 """
 
@@ -81,7 +81,7 @@ def test_a_script_is_installed_for_bash(tmp_path: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
     environment = {**os.environ, "HOME": str(tmp_path)}
-    install = "from partway.cli import app\napp(['--install-completion', 'bash'], prog_name='partway')"
+    install = "from partway.commands.cli import app\napp(['--install-completion', 'bash'], prog_name='partway')"
     environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     subprocess.run([sys.executable, "-c", install], env=environment, check=True, capture_output=True, timeout=120)
     (script,) = tmp_path.glob(".bash_completions/partway.sh")

@@ -133,7 +133,7 @@ def plain(place: Place) -> None:
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-PARTWAY = [sys.executable, "-c", "from partway.cli import app; app()", "run"]
+PARTWAY = [sys.executable, "-c", "from partway.commands.cli import app; app()", "run"]
 
 
 def torchrun(place: Place) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import partway as pw
-from partway.cli import app
+from partway.commands.cli import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

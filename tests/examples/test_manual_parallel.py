@@ -57,7 +57,7 @@ def plain() -> list[float]:
         return found[3::4]
 
 
-@pytest.mark.parametrize("options", [[], ["--island", "8"]], ids=["one device", "an island on 8 virtual devices"])
+@pytest.mark.parametrize("options", [[], ["--manual", "8"]], ids=["one device", "8 virtual devices"])
 def test_one_process_trains_as_plain_pytorch(python: Runner, plain: list[float], options: list[str]) -> None:
     done = python(EXAMPLE / "train.py", *OPTIONS, *options)
     assert done.returncode == 0, done.stderr

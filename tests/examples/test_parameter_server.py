@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("parameter server")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "parameter_server.py"
-SERVED = ("-m", "partway.cli", "ps", "--restarts", "0", "--workers", "2", "--servers", "2")
+SERVED = ("-m", "partway.commands.cli", "ps", "--restarts", "0", "--workers", "2", "--servers", "2")
 RECOMMENDER = ("--model", "recommender", "--double", "--steps", "12")
 OWN = {"PARTWAY_EXAMPLE": "1"}  # a process of its own
 Runner = Callable[..., subprocess.CompletedProcess[str]]

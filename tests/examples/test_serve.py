@@ -92,7 +92,7 @@ class Served:
                 raise
 
 
-RANKS, ALONE = ("-m", "partway.cli", "run", "--workers", "2"), ()
+RANKS, ALONE = ("-m", "partway.commands.cli", "run", "--workers", "2"), ()
 STARTS = 600  # seconds that a server may take to listen, on a machine that does much else
 
 

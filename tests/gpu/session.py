@@ -125,8 +125,8 @@ def stages(out: Path, dry: bool, workers: int) -> list[Stage]:
         ),
         Stage(
             "grouping, two ranks",
-            [python, "-c", "from partway.cli import app; app()", "bench", "fusion", "--quick", "--model", "mlp",
-             "--world", "2", "--device", device, "--profile", "cpu" if dry else "h100"],
+            [python, "-c", "from partway.commands.cli import app; app()", "bench", "fusion", "--quick",
+             "--model", "mlp", "--world", "2", "--device", device, "--profile", "cpu" if dry else "h100"],
             60, figures=14, environment=share,
         ),
         Stage(

@@ -1,4 +1,4 @@
-"""On CUDA: collectives that are called by hand, in islands and in processes, give what their formulas say."""
+"""On CUDA: collectives that are called by hand, in manual functions and in processes, give what their formulas say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @pytest.mark.parametrize("sizes", [{"a": 3}, {"dp": 2, "tp": 4}])
-def test_islands_on_cuda_compute_the_formulas(sizes: dict[str, int]) -> None:
+def test_manuals_on_cuda_compute_the_formulas(sizes: dict[str, int]) -> None:
     mesh, group = Mesh(sizes), list(sizes)[-1]
     split = ((mesh.axes, None, None),)
     for name, case in CASES.items():

@@ -10,6 +10,6 @@ def start_afresh():
     if torch := sys.modules.get("torch"):
         torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
         torch.manual_seed(0)
-    if context := sys.modules.get("partway.context"):
+    if context := sys.modules.get("partway.options.context"):
         context.reset_auto_parallel_context()
         context.reset_algo_parameters()

@@ -1,4 +1,4 @@
-"""Programs of one rank as people write them, a GPT that has them as islands, and the same on one device."""
+"""Programs of one rank as people write them, a GPT that has them as manual functions, and the same on one device."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _HEADS = ("dp", None, "tp", None)
 _TOKENS = (("dp", "tp"), None)
 
 PLAIN = {"attention": attention, "mlp": mlp, "experts": experts, "loss": loss}
-ISLANDS: dict[str, Any] = {
+MANUALS: dict[str, Any] = {
     "attention": pw.manual(ring_attention, (_HEADS, _HEADS, _HEADS), (_HEADS,)),
     "mlp": pw.manual(
         split_mlp,
@@ -100,7 +100,7 @@ ISLANDS: dict[str, Any] = {
 
 
 class Layer(nn.Module):
-    """A layer of the GPT. `by_hand`: which of its parts are islands."""
+    """A layer of the GPT. `by_hand`: which of its parts are manual functions."""
 
     def __init__(self, width: int, heads: int, by_hand: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Layer(nn.Module):
         self.narrow = nn.Parameter(torch.randn(8, 2 * width, width) / 4)
 
     def part(self, name: str) -> Any:
-        return ISLANDS[name] if name in self.by_hand else PLAIN[name]
+        return MANUALS[name] if name in self.by_hand else PLAIN[name]
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -127,14 +127,14 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Four layers: one as PyTorch has it, then one each with an island for its attention, its MLP and its experts; the
-    loss is an island too. On one device (`islands=False`) all is plain."""
+    """Four layers: one as PyTorch has it, then one each with a manual function for its attention, its MLP and its
+    experts; the loss is a manual function too. On one device (`manuals=False`) all is plain."""
 
-    def __init__(self, islands: bool, width: int = 16, words: int = 32) -> None:
+    def __init__(self, manuals: bool, width: int = 16, words: int = 32) -> None:
         super().__init__()
-        self.islands = islands
+        self.manuals = manuals
         self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(8, width)
-        parts = ("", "attention", "mlp", "experts") if islands else ("",) * 4
+        parts = ("", "attention", "mlp", "experts") if manuals else ("",) * 4
         self.layers = nn.ModuleList(Layer(width, 4, part) for part in parts)
         self.norm = nn.LayerNorm(width)
 
@@ -142,15 +142,15 @@ class GPT(nn.Module):
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
         for layer in self.layers:
             x = layer(x)
-        loss_of = ISLANDS["loss"] if self.islands else loss
+        loss_of = MANUALS["loss"] if self.manuals else loss
         return loss_of(self.norm(x).flatten(0, 1), self.tokens.weight, labels.flatten()) / labels.numel()
 
 
 def pair(**given: Any) -> tuple[GPT, Any]:
-    """The GPT on one device in float64, and the same with its islands, sharded with `given`."""
+    """The GPT on one device in float64, and the same with its manual functions, sharded with `given`."""
     torch.manual_seed(3)
-    plain = GPT(islands=False).double()
-    model = GPT(islands=True).double()
+    plain = GPT(manuals=False).double()
+    model = GPT(manuals=True).double()
     model.load_state_dict(plain.state_dict())
     return plain, pw.shard(model, in_strategy=(("dp", None), ("dp", None)), **given)
 

@@ -22,7 +22,7 @@ from scripts import free_port
 
 BUILT = Path(os.environ.get("PARTWAY_KUBERNETES", "~/.cache/partway-kubernetes")).expanduser() / "bin"
 HERE = Path(__file__).parent
-PARTWAY = [sys.executable, "-m", "partway.cli"]
+PARTWAY = [sys.executable, "-m", "partway.commands.cli"]
 _BINARIES = ("kube-apiserver", "kube-controller-manager", "kubectl")
 
 

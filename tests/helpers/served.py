@@ -20,7 +20,7 @@ import torch
 from scripts import free_port
 
 SCRIPT = Path(__file__).with_name("served_script.py")
-PARTWAY = [sys.executable, "-m", "partway.cli"]
+PARTWAY = [sys.executable, "-m", "partway.commands.cli"]
 
 
 @dataclass

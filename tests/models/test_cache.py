@@ -18,12 +18,12 @@ from zoo import CASES
 
 import partway as pw
 from partway.compiler import passes
-from partway.compiler.cache import folder_named
+from partway.engine.rank_facts import of_plan
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.printer import operators_in
 from partway.propagation.plan.stored import dump, load
-from partway.rank_facts import of_plan
+from partway.reuse.cache import folder_named
 from partway.runtime.ranks.agreement import Fact
 
 pytestmark = pytest.mark.deep
@@ -206,7 +206,7 @@ def test_a_damaged_file_is_made_anew_with_a_warning(folder: Path, work: dict[str
 def test_what_has_no_form_is_made_anew_with_a_warning(
     folder: Path, work: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("partway.compiler.cache.dump", lambda value, graph, kinds: dump(lambda: value, graph, kinds))
+    monkeypatch.setattr("partway.reuse.cache.dump", lambda value, graph, kinds: dump(lambda: value, graph, kinds))
     for made in (1, 2):
         with pytest.warns(
             UserWarning, match=r"a plan has no form on disk \(a function has no form.*\), and every start"

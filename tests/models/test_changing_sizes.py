@@ -22,7 +22,7 @@ from random_examples import examples
 from torch import Tensor, nn
 
 import partway as pw
-from partway import engine
+from partway.engine import engine
 from partway.propagation.plan.replay import follow
 from partway.reuse import courses
 from partway.strategy import StrategyError

@@ -14,8 +14,8 @@ from checks import assert_same_gradients, assert_same_loss, gradients, whole
 from torch import Tensor, nn
 
 import partway as pw
-from partway import engine
 from partway.compiler.driver import compile_call
+from partway.engine import engine
 from partway.runtime.executors import simulate
 from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import DoesNotFitError

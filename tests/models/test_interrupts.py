@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway.attached import engine_of
-from partway.sharded import ShardedModule
+from partway.engine.sharded import ShardedModule
+from partway.requests.attached import engine_of
 
 OURS = os.path.dirname(str(pw.__file__)) + os.sep
 OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep

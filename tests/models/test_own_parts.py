@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import partway as pw
-from partway.engine import attached_engine
+from partway.engine.engine import attached_engine
 from partway.runtime.ranks.watch import end_watch
 
 pytestmark = pytest.mark.gloo

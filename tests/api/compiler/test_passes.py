@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import partway as pw
 from partway.compiler import passes
 from partway.compiler.passes import PLANNING, STEP, Pass, PlanDraft, applied, plan_on_mesh, run, timed, verified
-from partway.compiler.plan_inputs import PlanInputs
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.search import search
+from partway.requests.plan_inputs import PlanInputs
 from partway.strategy import Mesh, VerifyError
 
 MESH = {"dp": 2, "tp": 2}

@@ -107,7 +107,7 @@ def test_virtual_devices_have_no_groups() -> None:
     assert (pw.get_rank(WORLD), pw.get_group_size(WORLD)) == (0, 1)  # as without a group
 
 
-def test_an_island_has_the_axes_of_its_mesh() -> None:
+def test_a_manual_function_has_the_axes_of_its_mesh() -> None:
     pw.create_group("a", [0])
     mesh, split = {"dp": 2, "tp": 2}, ((("dp", "tp"),),)
     x = torch.arange(4.0)
@@ -117,7 +117,7 @@ def test_an_island_has_the_axes_of_its_mesh() -> None:
     assert torch.equal(ranks, torch.tensor([20.0, 21.0, 20.0, 21.0]))
     with pytest.raises(StrategyError, match=r"the mesh \(dp=2, tp=2\) has no axis 'a'; the axes of the mesh are"):
         pw.manual(lambda x: ops.all_reduce(x, group="a"), mesh=mesh)(x)
-    with pytest.raises(RuntimeStateError, match="create_group is called in an island, which has the axes of its mesh"):
+    with pytest.raises(RuntimeStateError, match="called in a manual function, which has the axes of its mesh"):
         pw.manual(lambda x: [x, pw.create_group("b", [0])][0], mesh=mesh)(x)
 
 

@@ -59,14 +59,14 @@ GRIDS = [
 
 @pytest.mark.parametrize(("rows", "columns", "shape", "size"), GRIDS)
 @pytest.mark.parametrize("classes", [False, True])
-def test_an_island_convolves_the_image(rows: int, columns: int, shape: Any, size: Any, classes: bool) -> None:
+def test_a_manual_function_convolves_the_image(rows: int, columns: int, shape: Any, size: Any, classes: bool) -> None:
     x, kernel = image(*shape).requires_grad_(), image(4, shape[1], *size).requires_grad_()
     halo = (size[0] // 2, size[1] // 2)
     split = (None, None, "h", "w")
-    island = pw.manual(
+    manual = pw.manual(
         convolved(rows, columns, halo, classes=classes), (split, None), (split,), mesh={"h": rows, "w": columns}
     )
-    own, whole = island(x, kernel), F.conv2d(x, kernel, padding=halo)
+    own, whole = manual(x, kernel), F.conv2d(x, kernel, padding=halo)
     torch.testing.assert_close(own, whole, **EXACT)
     weights = torch.rand_like(whole)
     for found, right in zip(
@@ -79,11 +79,11 @@ def test_an_island_convolves_the_image(rows: int, columns: int, shape: Any, size
 def test_ranks_that_are_neighbours_twice_have_each_border_in_its_place(rows: int, columns: int) -> None:
     x, kernel = image(1, 2, 8, 8), image(3, 2, 3, 5)
     split = (None, None, "h", "w")
-    island = pw.manual(
+    manual = pw.manual(
         convolved(rows, columns, (1, 2), periodic=True), (split, None), (split,), mesh={"h": rows, "w": columns}
     )
     whole = F.conv2d(F.pad(x, (2, 2, 1, 1), mode="circular"), kernel)
-    torch.testing.assert_close(island(x, kernel), whole, **EXACT)
+    torch.testing.assert_close(manual(x, kernel), whole, **EXACT)
 
 
 def test_other_lengths_on_either_side() -> None:
@@ -167,7 +167,7 @@ def test_processes_exchange_tensors_of_other_sizes(on_ranks: Any) -> None:
 # -- errors
 
 
-def island(program: Any) -> Any:
+def manual(program: Any) -> Any:
     return pw.manual(program, ((None, None, "w", None),), None, mesh={"w": 2})(torch.ones(1, 1, 4, 4))
 
 
@@ -197,7 +197,7 @@ NOBODY = [-1] * 8
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(program: Any, match: str) -> None:
     with pytest.raises(OperatorError, match=match):
-        island(program)
+        manual(program)
 
 
 def test_what_is_sent_and_not_expected_is_refused() -> None:
@@ -207,4 +207,4 @@ def test_what_is_sent_and_not_expected_is_refused() -> None:
     with pytest.raises(
         CaptureError, match=r"the rank at 0 along w sends float32\[1, 1, 2, 4\] to the one at 1, which exp"
     ):
-        island(program)
+        manual(program)

@@ -32,7 +32,7 @@ MORE: list[tuple[dict[str, int], Any]] = [
 
 
 @pytest.mark.parametrize(("sizes", "group"), [*GROUPS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)])
-def test_islands_compute_the_formulas(sizes: dict[str, int], group: Any) -> None:
+def test_manuals_compute_the_formulas(sizes: dict[str, int], group: Any) -> None:
     mesh = Mesh(sizes)
     split = ((mesh.axes, None, None),)
     for name, case in CASES.items():
@@ -127,7 +127,7 @@ def test_processes_reduce_every_dtype(on_ranks: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_islands_reduce_every_dtype(dtype: torch.dtype) -> None:
+def test_manuals_reduce_every_dtype(dtype: torch.dtype) -> None:
     x = numbers(dtype, 2)
     for op in reductions_of(dtype):
         split = (("a", None, None),)

@@ -78,7 +78,7 @@ def test_a_right_program_is_told_to_be_right() -> None:
     assert report.right
 
 
-def test_an_island_is_checked_with_its_own_strategies() -> None:
+def test_a_manual_function_is_checked_with_its_own_strategies() -> None:
     @pw.manual(in_strategy=ROWS, out_strategy=(("dp", None),), mesh={"dp": 4})
     def rows(x: Tensor, w: Tensor) -> Tensor:
         return x @ w

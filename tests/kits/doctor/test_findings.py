@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from partway import versions
-from partway.cli import app
+from partway.commands.cli import app
 from partway.doctor import findings as found
 from partway.doctor.findings import EXTRAS, VARIABLES, DoctorFinding, findings
 

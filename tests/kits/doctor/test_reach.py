@@ -133,7 +133,7 @@ def test_where_nobody_listens_is_named() -> None:
 # -- With processes ----------------------------------------------------------------------------------------------------
 
 DOCTOR = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-COMMAND = "import sys\nfrom partway.cli import app\napp(['doctor', '--timeout', '20'])\n"
+COMMAND = "import sys\nfrom partway.commands.cli import app\napp(['doctor', '--timeout', '20'])\n"
 OTHER_VERSION = """
     import os, sys
     from partway.doctor import reach

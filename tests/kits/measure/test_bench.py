@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from partway.cli import app
+from partway.commands.cli import app
 from partway.fusion import Fusion
 from partway.measure import bench
 from partway.measure.bench import (

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import partway as pw
-from partway.cli import app
+from partway.commands.cli import app
 from partway.measure import calibrate as module
 from partway.measure.calibrate import calibrate
 from partway.measure.collectives import (

@@ -23,7 +23,11 @@ class Process:
     """The operator on a server, with its health."""
 
     def __init__(
-        self, server: ApiServer, folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "partway.cli")
+        self,
+        server: ApiServer,
+        folder: Path,
+        *arguments: str,
+        program: tuple[str, ...] = ("-m", "partway.commands.cli"),
     ) -> None:
         self._url = f"http://127.0.0.1:{free_port()}/healthz"
         self._log = folder / f"operator-{time.monotonic_ns()}.log"
@@ -230,7 +234,7 @@ def say(*_):
 
 signal.signal(signal.SIGUSR1, say)
 tracemalloc.start(1)
-from partway.cli import app
+from partway.commands.cli import app
 app()
 """
 

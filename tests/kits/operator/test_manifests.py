@@ -11,7 +11,7 @@ import yaml
 from sources import sources
 from typer.testing import CliRunner
 
-from partway.cli import app
+from partway.commands.cli import app
 from partway.operator import manifests
 from partway.strategy import RuntimeStateError
 

@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import partway as pw
-from partway.cli import app
+from partway.commands.cli import app
 from partway.show.pages import page, page_path, verdict
 from partway.strategy import StrategyError
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partway.compiler.cache import text_of_graph
 from partway.propagation.capture.any_size import OtherSizesError
 from partway.propagation.capture.capture import capture, capture_any_size, graph_at
+from partway.reuse.cache import text_of_graph
 from partway.strategy import CaptureError
 
 ROWS = frozenset({(0, 0)})

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from partway.propagation.capture.capture import capture
-from partway.propagation.capture.tracing import capturing
+from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.graph import verify
 from partway.propagation.graph.nodes import describe, operator_name
 from partway.strategy import CaptureError

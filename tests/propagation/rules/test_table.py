@@ -17,11 +17,11 @@ import partway as pw
 from partway.propagation import rules
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import shape
-from partway.propagation.ops.hooked import HOOKS
+from partway.propagation.ops.python.hooked import HOOKS
 from partway.propagation.ops.random_numbers import draw
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.program.lower import lower
-from partway.propagation.rules import expand, table
+from partway.propagation.rules import table
 from partway.propagation.rules.rule import axis_options
 from partway.propagation.rules.table import ROWS, rule_of
 from partway.propagation.search.exact import dynamic_programming
@@ -185,10 +185,13 @@ def test_every_row_has_a_case():
 
 def families():
     """The modules of the families of operators."""
-    modules = (import_module(f"{rules.__name__}.{info.name}") for info in iter_modules(rules.__path__))
-    return [
-        m for m in modules if m is not table and m is not expand and (hasattr(m, "ROWS") or hasattr(m, "EXPANSIONS"))
-    ]
+    packages = (import_module(f"{rules.__name__}.{info.name}") for info in iter_modules(rules.__path__) if info.ispkg)
+    modules = (
+        import_module(f"{package.__name__}.{info.name}")
+        for package in packages
+        for info in iter_modules(package.__path__)
+    )
+    return [m for m in modules if hasattr(m, "ROWS") or hasattr(m, "EXPANSIONS")]
 
 
 def test_the_table_has_the_rows_and_expansions_of_all_families():
@@ -206,8 +209,9 @@ def test_an_operator_is_in_one_family():
 
 
 def test_the_cases_of_a_family_are_of_its_operators():
+    modules = {module.__name__.rpartition(".")[2]: module for module in families()}
     for family, cases in cases_by_family().items():
-        rows = import_module(f"{rules.__name__}.{family}").ROWS
+        rows = modules[family].ROWS
         others = {str(one.target) for one in cases if one.target in ROWS and one.target not in rows}
         assert not others, f"{', '.join(others)} belong into the cases of another family than {family}"
 

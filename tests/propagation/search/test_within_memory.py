@@ -16,9 +16,9 @@ from torch import nn
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.keeping import Fate, keep_problem
 from partway.propagation.memory.needs import needs_of
-from partway.propagation.memory.timeline import timeline
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import Recompute, Settings

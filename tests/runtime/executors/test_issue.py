@@ -4,8 +4,8 @@ test_execute.py.)"""
 import torch
 
 from partway.propagation.ops.kinds import COLLECTIVES
-from partway.runtime.code.functions import compile_steps
 from partway.runtime.code.instructions import Code, Instruction, Relayout
+from partway.runtime.code.straight_line import compile_steps
 from partway.runtime.executors import issue
 from partway.runtime.executors.issue import ISSUERS, Scratch
 from partway.strategy.placement import PARTIAL, REPLICATE, Kind, Shard

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/adaptive_pools.py`."""
+"""Cases of `propagation/rules/layers/adaptive_pools.py`."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/along.py`."""
+"""Cases of `propagation/rules/tensors/along.py`."""
 
 import torch
 import torch.nn.functional as F

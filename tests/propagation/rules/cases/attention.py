@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/attention.py`."""
+"""Cases of `propagation/rules/layers/attention.py`."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/batch_norm.py`."""
+"""Cases of `propagation/rules/layers/batch_norm.py`."""
 
 import torch
 import torch.nn.functional as F

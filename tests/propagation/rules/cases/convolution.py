@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/convolution.py`."""
+"""Cases of `propagation/rules/layers/convolution.py`."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/embedding_bag.py`."""
+"""Cases of `propagation/rules/layers/embedding_bag.py`."""
 
 import torch
 import torch.nn.functional as F

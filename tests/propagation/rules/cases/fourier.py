@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/fourier.py`."""
+"""Cases of `propagation/rules/tensors/fourier.py`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/indexing.py`."""
+"""Cases of `propagation/rules/tensors/indexing.py`."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/linear_algebra.py`."""
+"""Cases of `propagation/rules/tensors/linear_algebra.py`."""
 
 import torch
 import torch.nn.functional as F

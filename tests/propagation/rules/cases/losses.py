@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/losses.py`."""
+"""Cases of `propagation/rules/layers/losses.py`."""
 
 import torch
 import torch.nn.functional as F

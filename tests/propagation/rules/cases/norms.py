@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/norms.py`."""
+"""Cases of `propagation/rules/layers/norms.py`."""
 
 import torch
 import torch.nn.functional as F

@@ -1,10 +1,10 @@
-"""Cases of `propagation/rules/pointwise.py`."""
+"""Cases of `propagation/rules/tensors/pointwise.py`."""
 
 import torch
 import torch.nn.functional as F
 
 from cases import case, index, mask, positive, real, unit
-from partway.propagation.capture.tracing import capturing
+from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.ops.collectives import constrain
 from partway.propagation.ops.constants import stationary
 

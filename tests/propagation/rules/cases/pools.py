@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/pools.py`."""
+"""Cases of `propagation/rules/layers/pools.py`."""
 
 import torch
 import torch.nn.functional as F

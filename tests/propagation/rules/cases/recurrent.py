@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/recurrent.py`."""
+"""Cases of `propagation/rules/layers/recurrent.py`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/reductions.py`."""
+"""Cases of `propagation/rules/tensors/reductions.py`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/resampling.py`."""
+"""Cases of `propagation/rules/layers/resampling.py`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Cases of `propagation/rules/shapes.py`."""
+"""Cases of `propagation/rules/tensors/shapes.py`."""
 
 import torch
 import torch.nn.functional as F

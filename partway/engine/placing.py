@@ -1,0 +1,503 @@
+"""Where a call runs: all ranks simulated in this process, or this rank of a process group.
+
+All that differs between the two is a method of `Placing`: `Simulated` has it for one process, `Launched` for many. What
+a rank needs of others' facts to refuse a program that differs between ranks is in alike.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from partway.annotations.given import given_splits
+from partway.compiler.compiled import Compiled
+from partway.engine.rank_facts import SEED, asked, draws, modes, of_plan, options, versions
+from partway.engine.state_dicts import follow_layouts
+from partway.options.context import current_algo
+from partway.options.parallel import ParallelContext
+from partway.propagation.graph.port import Role
+from partway.propagation.graph.structure import Call, name_of
+from partway.propagation.program.local_program import PlacedPort
+from partway.requests.dtensors import drop_hooks, is_dtensor, noted, plain, whole
+from partway.requests.request import Request
+from partway.runtime.code.loaded import Executor
+from partway.runtime.executors.one_device import OneDevice
+from partway.runtime.executors.simulate import Simulator
+from partway.runtime.launching.process import get_group_size, get_rank, init, launched
+from partway.runtime.ranks.agreement import Fact, agree, agreement, facts_of, gathered
+from partway.runtime.ranks.ledger import checksum
+from partway.runtime.tensors.parameters import hold
+from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, raise_problems
+
+Change = Callable[[Tensor], Tensor]
+Observer = Callable[[Sequence[Tensor], Sequence[tuple[str, Tensor]]], None]  # of a call's tensors, and its state's
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The first call of a signature, which is planned."""
+
+    fn: Any
+    request: Request
+    call: Call
+    context: ParallelContext
+
+
+class Placing(Protocol):
+    """What differs between simulation and a process group, around the step itself."""
+
+    @property
+    def processes(self) -> int | None:
+        """How many processes a launcher started, or None in simulation."""
+        ...
+
+    def executor(self, mesh: Mesh) -> Executor:
+        """What runs a step on `mesh`."""
+        ...
+
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
+        """A module was sharded, as `request` says: before anyone asks for its parameters."""
+
+    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+        """A call is planned: what parameters `module` got since it was sharded become like the others, on `mesh`.
+        Their names."""
+        ...
+
+    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
+        """The call of `first`, with tensors of the global shape for those of which this rank is given its part."""
+        ...
+
+    def any_rank(self, flag: bool, fn: Any) -> bool:
+        """Whether `flag` is set for a call of `fn` on any rank; every rank calls it."""
+        ...
+
+    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with tensors of their global shapes."""
+        ...
+
+    def memory(self, first: FirstCall) -> float | None:
+        """The bytes that each device of a call has; None: those that its profile says."""
+        ...
+
+    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
+        """What `plan` gives for the call; where there are several processes, it is the same on all."""
+        ...
+
+    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        """What `make` gives for `purpose`, later; where there are several processes, its `text` is the same on all."""
+        ...
+
+    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
+        """What is told of every call of `fn`, if anything is. `own`: the inputs of which each rank is given a part."""
+        ...
+
+    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+        """A plan gave parameters their layouts at rest: put them there."""
+
+    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
+        """Give a parameter or buffer of the meta device values: this process's `part`."""
+
+    def part(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This process's part of a tensor under `layout`, in memory of its own."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which processes may hold parts."""
+        ...
+
+    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
+        """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself. `parts`:
+        where each rank is given one, what they are."""
+        ...
+
+    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
+        """What makes of an output of the executor what the caller gets, or None if that is the output itself. `where`:
+        the call, if it is one of the function's results."""
+        ...
+
+    def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
+        """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
+
+
+class Simulated:
+    """Every rank in this process: tensors are whole on both sides, parameters stay ordinary parameters."""
+
+    @property
+    def processes(self) -> int | None:
+        return None
+
+    def executor(self, mesh: Mesh) -> Executor:
+        return _simulator(mesh)
+
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
+        return None
+
+    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+        return ()
+
+    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
+        return first.call
+
+    def any_rank(self, flag: bool, fn: Any) -> bool:
+        return flag
+
+    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = first.call.build(first.call.tensors)
+        return args, kwargs
+
+    def memory(self, first: FirstCall) -> float | None:
+        return None
+
+    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
+        return plan()
+
+    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        return make()
+
+    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
+        return None
+
+    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+        return None
+
+    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
+        hold(module, name, part)
+
+    def part(self, whole: Tensor, layout: Layout) -> Tensor:
+        return whole
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
+        return None
+
+    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
+        return functools.partial(noted, layout=placed.layout) if placed.layout.cuts else None
+
+    def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
+        given.copy_(result)
+
+
+class Launched:
+    """One rank of a process group. Parameters and results that are split are DTensors that mean what they mean on one
+    device (`tensors/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are
+    whole on every rank (or, where the dataset_strategy says so, this rank's part); results are plain where they are
+    whole."""
+
+    def __init__(self) -> None:
+        init()
+
+    @property
+    def processes(self) -> int:
+        return get_group_size()
+
+    def executor(self, mesh: Mesh) -> Executor:
+        from partway.runtime.executors.execute import Worker
+
+        return Worker(mesh)
+
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
+        """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
+        stay; the first plan splits them in place."""
+        from torch.distributed.tensor import DTensor
+
+        from partway.runtime.executors.execute import broadcast
+        from partway.runtime.random_state import generators, share_generators
+        from partway.runtime.tensors.parameters import distribute
+        from partway.strategy.torch_mesh import check_ranks
+
+        with agreement(f"shard {name_of(module)}") as facts:
+            if request.own_mesh is not None:
+                check_ranks(request.own_mesh, self.processes)
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            # those of a module inside that was sharded before agree already
+            named = {name: t for name, t in held.items() if not isinstance(t, DTensor) and not t.is_meta}
+            facts += [*versions(), *asked(request), *options(context, current_algo())]
+            if context.parameter_broadcast:  # only the values may differ
+                shapes = "\n".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in named.items())
+                facts.append(Fact("what has to be broadcast", shapes, follows=1))
+            else:
+                facts += facts_of(named, "seed every rank alike, or set parameter_broadcast=True")
+                facts += facts_of(generators(), SEED, follows=2)
+        if context.parameter_broadcast:
+            broadcast([tensor.detach() for tensor in named.values()])
+            share_generators()  # ranks whose parameters differ were seeded differently
+        distribute(module, request.own_mesh)
+        drop_hooks(module)
+        follow_layouts(module)
+
+    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+        from partway.runtime.tensors.parameters import distribute
+
+        named = dict(module.named_parameters(remove_duplicate=False))
+        # functional_call gives plain tensors for one call: these are not the module's
+        added = {name: p for name, p in named.items() if not is_dtensor(p) and isinstance(p, torch.nn.Parameter)}
+        if added:
+            purpose = f"split what {name_of(module)} got since it was sharded: {', '.join(added)}"
+            agree(purpose, facts_of({n: p for n, p in added.items() if not p.is_meta}, "seed every rank alike"))
+            distribute(module, mesh)
+        return tuple(added)
+
+    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
+        from partway.runtime.tensors.own_parts import Parts
+
+        call, context = first.call, first.context
+        if not context.gives_parts:
+            return call
+        inputs = [(n, a, tuple(t.shape)) for n, a, t in zip(call.names, call.arguments, call.tensors, strict=True)]
+        splits = given_splits(first.fn, first.request, context, inputs, mesh, self.processes)
+        own = [
+            i for i, (tensor, counts) in enumerate(zip(call.tensors, splits, strict=True))
+            if any(count > 1 for count in counts) and not is_dtensor(tensor)
+        ]  # fmt: skip
+        mine = [
+            [list(call.tensors[i].shape), "" if call.tensors[i].is_meta else str(checksum(call.tensors[i]))]
+            for i in own
+        ]
+        held = gathered(_purpose(first.fn), mine)
+        if len({tuple(len(shape) for shape, _ in each) for each in held}) > 1:
+            return call  # the ranks will say how their calls differ
+        tensors = list(call.tensors)
+        every: list[Parts | None] = [None] * len(tensors)
+        for k, i in enumerate(own):
+            parts = Parts(tuple(tuple(each[k][0]) for each in held), tuple(each[k][1] for each in held))
+            every[i] = parts
+            tensors[i] = _of_shape(call.tensors[i], whole_of_parts(f"input {call.names[i]!r}", parts.shapes, splits[i]))
+        return replace(call, tensors=tuple(tensors), parts=tuple(every))
+
+    def any_rank(self, flag: bool, fn: Any) -> bool:
+        from partway.runtime.tensors.own_parts import any_rank
+
+        return any_rank(flag, f"comparing the shapes of the parts of a call of {name_of(fn)}")
+
+    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        fn, call, context = first.fn, first.call, first.context
+        named = dict(zip((f"input {name!r}" for name in call.names), call.tensors, strict=True))
+        own = {f"input {name!r}" for name in call.own}
+        with agreement(_purpose(fn), _shapes(named)) as facts:
+            facts += [*versions(), *asked(first.request), *options(context, current_algo()), *modes(fn)]
+            facts.append(Fact("the arguments that are not tensors", call.structure.text()))
+            facts += [Fact(f"the gradient of {name}", _wanted(tensor)) for name, tensor in named.items()]
+            whole = {name: t for name, t in named.items() if name not in own and not is_dtensor(t)}
+            facts += facts_of(whole, _whole_fix(context))
+            facts += [Fact(name, _placed(t)) for name, t in named.items() if is_dtensor(t)]
+            facts += [Fact(name, f"{t.dtype} with {t.dim()} dims") for name, t in named.items() if name in own]
+        args, kwargs = call.build([plain(tensor) for tensor in call.tensors])
+        return args, kwargs
+
+    def memory(self, first: FirstCall) -> float | None:
+        from partway.runtime.ranks.device_memory import memory_of_a_rank
+
+        if first.context.device_profile is not None:
+            return None
+        kind = first.request.device or next((tensor.device.type for tensor in first.call.tensors), "meta")
+        return memory_of_a_rank(kind) if kind in ("cpu", "cuda") else None
+
+    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
+        from partway.runtime.executors.execute import process_group
+        from partway.runtime.random_state import generators
+
+        with agreement(f"follow the plan of a call of {name_of(first.fn)}") as facts:
+            compiled = plan()
+            _check_parts(first.call, compiled)
+            facts += of_plan(compiled)
+            if draws(compiled):
+                facts += facts_of(generators(), SEED, follows=4)
+        splits = [p.layout.split_axes for p in compiled.local.inputs if p.port.name in first.call.own and p.layout.cuts]
+        for axes in dict.fromkeys([*(c.axes for c in compiled.program.collectives), *splits]):
+            process_group(compiled.mesh, axes)  # all ranks are here
+        return compiled
+
+    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        with agreement(purpose) as facts:
+            result = make()
+            facts.append(Fact("the program", text(result)))
+        return result
+
+    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
+        from partway.runtime.ranks.ledger import WriteCounts
+        from partway.runtime.ranks.replicas import in_turn, note
+        from partway.runtime.ranks.watch import watch
+
+        ranks, written, name, calls = watch(), WriteCounts(), name_of(fn), itertools.count(1)
+        where = f"a call of {name}"
+        every = ranks.look_every = compiled.context.look_every
+        if ranks.size == 1:
+            return None
+        inputs = [p for p in compiled.local.inputs if p.port.role is Role.INPUT]
+        wholes = [i for i, p in enumerate(inputs) if p.port.name not in own]
+        shared = [
+            (i, ledger, f"input {p.port.name!r} of {where}")
+            for i, p in enumerate(inputs)
+            if p.port.name in own and (ledger := _ledger_of_part(p.layout)) is not None
+        ]
+
+        def observe(tensors: Sequence[Tensor], held: Sequence[tuple[str, Tensor]]) -> None:
+            ranks.stepped(written(held), where)
+            ranks.given([tensors[i] for i in wholes], where)
+            for i, ledger, at in shared:
+                ledger.shared(tensors[i], at)
+            if every is not None:
+                call = next(calls)
+                copies, whole = in_turn(held, call, every)
+                note(copies, f"call {call} of {name}", call, whole)
+
+        return observe
+
+    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+        from partway.runtime.tensors.parameters import redistribute
+
+        redistribute(module, layouts)
+
+    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
+        hold(module, name, part)
+
+    def part(self, whole: Tensor, layout: Layout) -> Tensor:
+        own = whole[layout.slices(tuple(whole.shape), get_rank())]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return whole(tensor)
+
+    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
+        from partway.runtime.tensors.own_parts import places_of, recut
+        from partway.runtime.tensors.parameters import placed_part
+
+        layout, shape = placed.layout, tuple(placed.shape)
+        if parts is not None and (held := parts.places(layout)) != places_of(layout, shape):
+            return functools.partial(recut, layout=layout, shape=shape, before=held, after=places_of(layout, shape))
+        return functools.partial(placed_part, layout=layout, whole=parts is None)
+
+    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
+        from partway.runtime.executors.execute import device_mesh
+        from partway.runtime.tensors.parameters import as_dtensor
+
+        layout = placed.layout
+        if all(isinstance(p, Replicate) for p in layout.placements):
+            return functools.partial(_alike, where=where) if where and get_group_size() > 1 else None
+        return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
+
+    def write(self, placed: PlacedPort, parts: Any, given: Any, result: Tensor) -> None:
+        from partway.runtime.executors.execute import device_mesh
+        from partway.runtime.tensors.own_parts import places_of, recut
+        from partway.runtime.tensors.parameters import as_dtensor
+        from partway.runtime.tensors.split_tensor import SplitTensor
+        from partway.runtime.torch_internals import spec_of
+
+        if result is given:  # written where it lies
+            return
+        if parts is not None:  # this rank's part, whose slice may be short
+            held, places = parts.places(placed.layout), places_of(placed.layout, tuple(placed.shape))
+            if held != places:
+                result = recut(result, placed.layout, tuple(placed.shape), places, held)
+            given.copy_(result[tuple(slice(0, size) for size in given.shape)])
+            return
+        new: Any = as_dtensor(result, placed.layout, placed.shape, device_mesh(placed.layout.mesh))
+        if isinstance(given, SplitTensor) and spec_of(given) == spec_of(new):
+            given.write_part(result)
+        elif is_dtensor(given):
+            given.copy_(new.redistribute(placements=given.placements))
+        else:
+            given.copy_(new.full_tensor())
+
+
+def whole_of_parts(name: str, held: Sequence[tuple[int, ...]], splits: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the input `name`, of which each rank holds one of as many parts along each dim as `splits` has. Of
+    `held` shapes, by rank, each part's is there as often as others. Raises StrategyError where that cannot be."""
+    problems, shape = list[Problem](), []
+    for dim, count in enumerate(splits):
+        sizes = [rank[dim] for rank in held]
+        whole, rest = divmod(sum(sizes) * count, len(sizes))
+        if rest or (count == 1 and len(set(sizes)) > 1):
+            what = f"the ranks hold parts of sizes {', '.join(map(str, sizes))} of dim {dim}, {count} parts in all"
+            fix = "give ranks that share a part the same one, as pw.data.distributed_sampler does"
+            problems.append(Problem(name, what, fix))
+        shape.append(whole)
+    raise_problems("the parts that the ranks hold under dataset_strategy do not make a whole:", problems)
+    return tuple(shape)
+
+
+def _check_parts(call: Call, compiled: Compiled) -> None:
+    """Raise RuntimeStateError unless ranks that share a part of an input hold the same one."""
+    own = call.own
+    for placed in compiled.local.inputs:
+        parts = own.get(placed.port.name) if placed.port.role is Role.INPUT else None
+        if parts is None:
+            continue
+        fix = "give them the same samples, as pw.data.distributed_sampler(dataset, part) does"
+        try:
+            places = parts.places(placed.layout)
+        except RuntimeStateError as error:
+            raise RuntimeStateError(f"input {placed.port.name!r}: {error}; {fix}") from None
+        for rank, (place, content) in enumerate(zip(places, parts.contents, strict=True)):
+            first = places.index(place)
+            if content != parts.contents[first]:
+                raise RuntimeStateError(
+                    f"input {placed.port.name!r}: ranks {first} and {rank} share a part ({placed.layout}), and rank "
+                    f"{rank} was given other values than rank {first}; {fix}"
+                )
+
+
+def _ledger_of_part(layout: Layout) -> Any:
+    """The ledger of the ranks that share this rank's part under `layout`; None where none does."""
+    from partway.runtime.ranks.replicas import ledger_of
+
+    axes = tuple(axis for axis in layout.mesh.axes if axis not in layout.split_axes)
+    ranks = tuple(layout.mesh.group(get_rank(), *axes)) if axes else ()
+    return ledger_of(ranks) if len(ranks) > 1 else None
+
+
+def _alike(result: Tensor, where: str) -> Tensor:
+    """A result that is whole on every rank. All have to go on with it alike, and none with labels of its own: its
+    gradient is compared."""
+    if result.requires_grad:
+        from partway.runtime.ranks.watch import watch
+
+        result.register_hook(lambda gradient: watch().came_back(gradient, where))
+    return result
+
+
+def _purpose(fn: Any) -> str:
+    return f"plan a call of {name_of(fn)}"
+
+
+def _whole_fix(context: ParallelContext) -> str:
+    if context.gives_parts:
+        return "give every rank the same, or say in dataset_strategy or in_strategy which part each is given"
+    return "give every rank the same whole batch, or set dataset_strategy where each has its own part"
+
+
+def _shapes(named: Mapping[str, Tensor]) -> str:
+    """What a call is given: " with input 'x' float32[8, 4]"."""
+    texts = [f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named.items()]
+    return f" with {', '.join(texts[:4])}" + (" and others" if texts[4:] else "") if texts else ""
+
+
+def _wanted(tensor: Tensor) -> str:
+    return "is wanted" if tensor.requires_grad else "is not wanted"
+
+
+def _placed(tensor: Any) -> str:
+    return f"a DTensor {tensor.dtype}{list(tensor.shape)} {tensor.placements} on {tensor.device_mesh}"
+
+
+def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+
+
+@functools.lru_cache(maxsize=256)
+def _simulator(mesh: Mesh) -> Executor:
+    return OneDevice(mesh) if mesh.device_num == 1 else Simulator(mesh)
+
+
+def placing() -> Placing:
+    """The Placing of this process. Where a launcher started it, the process group is started if there is none."""
+    return Launched() if launched() else Simulated()

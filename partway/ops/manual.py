@@ -1,0 +1,256 @@
+"""`manual`: manual functions, programs of one rank that a person wrote by hand, as operators of whole tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from partway.annotations.argument_names import by_argument, check_out_strategy
+from partway.engine.engine import Engine, stands_alone, uncompiled
+from partway.fusion.program import Program
+from partway.options.context import current
+from partway.propagation.capture.export.tracing import capturing
+from partway.propagation.capture.manual.manual_capture import trace_ranks
+from partway.propagation.graph.port import Role
+from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
+from partway.propagation.manual.manual import Crossing, TracedManual
+from partway.propagation.ops.python.manual import call_manual, keep
+from partway.propagation.plan.plan import Plan
+from partway.requests.request import Request
+from partway.requests.shardable import check_target
+from partway.strategy import (
+    Layout,
+    Mesh,
+    Problem,
+    StrategyError,
+    check_strategies,
+    raise_problems,
+)
+from partway.strategy.notation import Form, form_of
+from partway.strategy.place import Place, manual_place, placed, surrounding_mesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
+InStrategy = tuple[Any, ...] | Mapping[str, Any] | None
+
+
+@overload
+def manual(
+    fn: Callable[P, R], in_strategy: InStrategy = None, out_strategy: tuple[Any, ...] | None = None, *, mesh: Any = None
+) -> ManualFunction[P, R]: ...
+@overload
+def manual(
+    fn: None = None, in_strategy: InStrategy = None, out_strategy: tuple[Any, ...] | None = None, *, mesh: Any = None
+) -> Callable[[Callable[P, R]], ManualFunction[P, R]]: ...
+def manual(fn: Any = None, in_strategy: Any = None, out_strategy: Any = None, *, mesh: Any = None) -> Any:
+    """Make an operator of whole tensors of `fn`, the program that every rank runs on its parts of them.
+
+        @pw.manual(in_strategy=(("dp", None), (None, "tp"), ("tp", None)), out_strategy=(("dp", None),))
+        def mlp(x, up, down):
+            return pw.ops.all_reduce(torch.relu(x @ up) @ down, group="tp")
+
+    fn              a function of tensors. It gets parts, calls the collectives of `partway.ops` by the names of mesh
+                    axes, and asks `pw.axis_index` and `pw.axis_size`. All tensors that it computes with are arguments
+    in_strategy     one entry per argument, or a dict by argument name, as `shard` takes them: axis names, or
+                    placements (Shard and Replicate). None: every rank gets the whole tensor. Sizes must divide
+    out_strategy    likewise, one entry per tensor that `fn` returns. None: every rank returns the whole result, and
+                    all the same. Partial(): ranks return partial sums of it
+    mesh            a Mesh, a dict of axis sizes or a DeviceMesh; None: that of the function around it
+
+    It stands alone, or inside a function or module that `shard` plans: its strategies are taken as they are, and all
+    around it is planned. It runs on virtual devices or, under a launcher, on their processes.
+
+    Gradients are those of the operator on whole tensors. What a rank has alike with all others along an axis (an
+    argument that is whole, a sum) has one gradient, the same on all ranks; where ranks use it each in their own way,
+    their gradients are added up. No gradient is to be reduced by hand.
+
+    A random mask differs from rank to rank where the tensors that it is used with do, and is the same where they are.
+
+    Raises StrategyError for strategies that do not fit, CaptureError for a function that has no static graph, or whose
+    ranks do not meet in the same collectives. That a result is whole is believed; with PARTWAY_VERIFY=1 it is checked,
+    and a VerifyError says where ranks differ.
+    """
+    request = Request(in_strategy, out_strategy, mesh=mesh)
+    return functools.partial(_manual, request=request) if fn is None else _manual(fn, request)
+
+
+def _manual(fn: Any, request: Request) -> ManualFunction[Any, Any]:
+    check_target("manual", fn)
+    if isinstance(fn, torch.nn.Module):
+        raise StrategyError(
+            f"manual takes a function of tensors, not the module {type(fn).__name__}, of whose parameters nothing says "
+            "what part a rank has; write a function that takes them as arguments"
+        )
+    return ManualFunction(fn, request)
+
+
+class ManualFunction(Generic[P, R]):
+    """A function of whole tensors that every rank runs on its parts. `plan` and `program` are those of its last call by
+    itself."""
+
+    def __init__(self, fn: Callable[P, R], request: Request) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.request = fn, request
+
+        @functools.wraps(fn)  # the engine reads the names of arguments, and watches what `fn` reads
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            return self._operator(*args, **kwargs)
+
+        self._engine = Engine(operator, Request(mesh=request.mesh))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if manual_place() is not None:
+            raise StrategyError(
+                f"the manual function {name_of(self.fn)} is called inside of a manual function, which is the program "
+                f"of one rank; call "
+                "the function itself, with the parts that the rank has"
+            )
+        result: R
+        if torch.compiler.is_dynamo_compiling():
+            result = uncompiled(self, args, kwargs)
+        elif capturing():
+            result = self._operator(*args, **kwargs)
+        elif stands_alone(current()):
+            result = self._alone(args, kwargs)
+        else:
+            result = self._engine.call(args, kwargs)
+        return result
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise StrategyError(
+            f"{name_of(self.fn)} is a method, and `self` has no strategy; make a manual function of a function of its "
+            f"tensors"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call by itself."""
+        return self._engine.latest().plan
+
+    @property
+    def program(self) -> Program:
+        """The program of the last call by itself."""
+        return self._engine.latest().program
+
+    def _alone(self, args: Any, kwargs: Any) -> R:
+        """A call in stand_alone, on one device: every axis has one rank."""
+        mesh = self.request.own_mesh
+        place = Place(Mesh(dict.fromkeys(mesh.axes if mesh else ("device",), 1)), 0)
+        with placed(place):
+            run: Callable[..., R] = self.fn
+            return run(*args, **kwargs)
+
+    def _operator(self, *args: Any, **kwargs: Any) -> Any:
+        """A call as one operator of the graph that is captured."""
+        check_call(self.fn, args, kwargs)
+        mesh, call, its = self._mesh(), flatten_call(self.fn, args, kwargs), name_of(self.fn)
+        words = words_of(self.fn, call)
+        shapes = [tuple(tensor.shape) for tensor in call.tensors]
+        layouts = in_layouts(self.fn, call, self.request.in_strategy, mesh)
+        graph = trace_ranks(self.fn, call, layouts, mesh)
+        parts = [port.node.meta["val"] for port in graph.outputs]
+        given = dict(zip(call.names, map(_crossing, words, layouts, shapes, call.tensors), strict=True))
+        whole = Layout.replicated(mesh)
+        operands, crossings = list[Tensor](), list[Crossing]()
+        for port in graph.inputs:
+            constant = graph.constants.get(port.name) if port.role is Role.CONSTANT else None
+            operands.append(call.tensors[call.names.index(port.name)] if constant is None else constant)
+            crossings.append(
+                given[port.name] if constant is None else _crossing(port.name, whole, tuple(constant.shape), constant)
+            )
+        made = TracedManual(its, mesh, tuple(crossings), self._results(parts, mesh), graph)
+        keep(made.key, made)
+        return graph.result.build(list(call_manual(operands, made.key)))
+
+    def _results(self, parts: Sequence[Tensor], mesh: Mesh) -> tuple[Crossing, ...]:
+        """What comes out, of which a rank has `parts`."""
+        words = [f"output {i} of {name_of(self.fn)}" for i in range(len(parts))]
+        layouts = out_layouts(self.fn, [tuple(part.shape) for part in parts], self.request.out_strategy, mesh)
+        shapes = [layout.global_shape(tuple(part.shape)) for layout, part in zip(layouts, parts, strict=True)]
+        return tuple(map(_crossing, words, layouts, shapes, parts))
+
+    def _mesh(self) -> Mesh:
+        own, outer = self.request.own_mesh, surrounding_mesh()
+        if own is None and outer is None:
+            raise StrategyError(
+                f"the manual function {name_of(self.fn)} is on no mesh; pass mesh={{'dp': 2, 'tp': 4}} to manual, or "
+                f"to the "
+                "shard around it"
+            )
+        if own is not None and outer is not None and own != outer:
+            raise StrategyError(
+                f"the manual function {name_of(self.fn)} is on the mesh ({own}), and what calls it on ({outer}); "
+                f"leave one out"
+            )
+        mesh = own or outer
+        assert mesh is not None
+        return mesh
+
+
+def words_of(fn: Callable[..., Any], call: Call) -> list[str]:
+    """What messages call the tensors of a call."""
+    return [f"argument {label!r} of {name_of(fn)}" for label in call.names]
+
+
+def in_layouts(fn: Callable[..., Any], call: Call, in_strategy: InStrategy, mesh: Mesh) -> list[Layout]:
+    """How the tensors of a call are laid out. Raises StrategyError for strategies that do not fit."""
+    problems: list[Problem] = []
+    wanted = by_argument(fn, in_strategy, call.arguments, problems)
+    raise_problems(f"the manual function {name_of(fn)} cannot be called so:", problems)
+    shapes = [tuple(tensor.shape) for tensor in call.tensors]
+    return _layouts(words_of(fn, call), shapes, [wanted.get(name) for name in call.arguments], mesh)
+
+
+def out_layouts(
+    fn: Callable[..., Any], parts: Sequence[tuple[int, ...]], out_strategy: tuple[Any, ...] | None, mesh: Mesh
+) -> list[Layout]:
+    """How the tensors are laid out whose `parts`, by shape, a rank returns. Raises StrategyError likewise."""
+    problems: list[Problem] = []
+    check_out_strategy(out_strategy, len(parts), problems)
+    raise_problems(f"the manual function {name_of(fn)} cannot be called so:", problems)
+    strategies = [*(out_strategy or ()), *[None] * len(parts)][: len(parts)]
+    words = [f"output {i} of {name_of(fn)}" for i in range(len(parts))]
+    divided = [_divided(part, strategy, mesh) for part, strategy in zip(parts, strategies, strict=True)]
+    return _layouts(words, divided, strategies, mesh, addends=words)
+
+
+def _divided(part: tuple[int, ...], strategy: Any, mesh: Mesh) -> tuple[int, ...]:
+    """A shape with the dims of `part` that every strategy divides; `part` itself where one has another number of
+    entries, and is refused."""
+    dims = form_of(strategy) in (Form.NAMES, Form.INTS)
+    return part if dims and len(strategy) != len(part) else tuple(size * mesh.device_num for size in part)
+
+
+def _crossing(name: str, layout: Layout, shape: tuple[int, ...], tensor: Tensor) -> Crossing:
+    return Crossing(name, layout, shape, tensor.dtype, tensor.device)
+
+
+def _layouts(
+    words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh,
+    addends: Sequence[str] = (),
+) -> list[Layout]:  # fmt: skip
+    """The one layout that each strategy means. Raises one StrategyError with all that is wrong."""
+    read = check_strategies(list(zip(words, shapes, strategies, strict=True)), mesh, addends=addends)
+    layouts, problems = list[Layout](), list[Problem]()
+    for name, shape, annotation in zip(words, shapes, read, strict=True):
+        meant = annotation.layouts(shape) if annotation is not None else (Layout.replicated(mesh),)
+        layouts.append(meant[0])
+        problems += _problems(name, shape, meant, str(annotation))
+    raise_problems("a manual function cannot have these strategies:", problems)
+    return layouts
+
+
+def _problems(name: str, shape: tuple[int, ...], meant: Sequence[Layout], text: str) -> Iterator[Problem]:
+    """Why one of these strategies cannot be that of a tensor that goes into a manual function, or comes out of one."""
+    if len(meant) > 1:
+        yield Problem(name, f"{text} may mean {', '.join(map(str, meant))}", "write the names of axes")
+    for dim, (size, parts) in enumerate(zip(shape, meant[0].splits(len(shape)), strict=True)):
+        if size % parts:
+            what = f"dim {dim} of {list(shape)} has {size} elements, which {parts} ranks cannot share evenly"
+            yield Problem(name, what, "pad it: every rank of a manual function has a part of one shape")

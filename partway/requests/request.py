@@ -1,0 +1,204 @@
+"""What a person asks for: the arguments of one `shard` or `compile`, checked when they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import torch
+
+from partway.propagation.plan.plan import Plan
+from partway.requests.attached import engine_of
+from partway.strategy import Mesh, Problem, StrategyError, form_problems, is_one_strategy
+from partway.strategy.errors import raise_problems, shown
+from partway.strategy.notation import counted
+
+Strategies = tuple[Any, ...] | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of one `shard` or `compile`."""
+
+    in_strategy: Strategies = None
+    out_strategy: tuple[Any, ...] | None = None
+    parameter_plan: Mapping[str, Any] | None = None
+    mesh: Any = None
+    device: str | None = None
+    level: int = 0
+    module_plan: Mapping[str, Any] | None = None
+    plan: Any = None
+    inference: bool = False
+    dynamic: Any = None
+
+    def __post_init__(self) -> None:
+        problems = [p for side in _SIDES for p in _tuple_problems(side, getattr(self, side), side)]
+        problems += _module_plan_problems(self.module_plan)
+        plan: object = self.parameter_plan
+        if plan is not None and not isinstance(plan, Mapping):
+            fix = 'write a dict from name patterns to strategies, such as {"layers.*.weight": ("tp", None)}'
+            problems.append(Problem("parameter_plan", f"is {_kind(plan)}", fix))
+        named = {"in_strategy": "an argument's name", "parameter_plan": "a pattern on parameter names"}
+        for name, keys in (named | {"module_plan": "a pattern on the paths of modules"}).items():
+            given = getattr(self, name)
+            wrong = [key for key in given if not isinstance(key, str)] if isinstance(given, Mapping) else []
+            problems += [Problem(name, f"has the key {_kind(key)}", f"write {keys}, a str") for key in wrong]
+        if type(self.level) is not int or self.level not in (0, 1, 2):
+            fix = "write 0 (least communication), 1 (least memory) or 2 (speed)"
+            problems.append(Problem("level", f"is {_kind(self.level)}", fix))
+        inference: Any = self.inference
+        if type(inference) is not bool:
+            problems.append(Problem("inference", f"is {_kind(inference)}", "write True or False"))
+        problems += _dynamic_problems(self.dynamic)
+        if not (self.device is None or (isinstance(self.device, str) and self.device in ("cpu", "cuda"))):
+            problems.append(Problem("device", f"is {_kind(self.device)}", "write 'cpu', 'cuda' or None"))
+        if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again
+            problems += [problem for name, strategy in self.given() for problem in form_problems(name, strategy)]
+        try:
+            self.plans  # noqa: B018 - read once here, so that they are checked with the rest
+        except StrategyError as error:
+            problems.append(Problem("plan", str(error), "give the path of a file that plan.save wrote, or a Plan"))
+        try:
+            self.own_mesh  # noqa: B018 - likewise
+        except StrategyError as error:
+            problems.append(Problem("mesh", str(error), "or leave it out and set device_num in the context"))
+        raise_problems(f"{counted(len(problems), 'problem')} with the arguments of shard or compile:", problems)
+
+    @cached_property
+    def own_mesh(self) -> Mesh | None:
+        """The mesh that was given, if one was."""
+        return given_mesh(self.mesh)
+
+    @cached_property
+    def sizes(self) -> dict[str, dict[int, tuple[int, int] | None]]:
+        """The dims that `dynamic` names, by the tensor's or argument's name, with their least and largest size."""
+        every = (self.dynamic or {}).items()
+        return {name: dict(dims) if isinstance(dims, Mapping) else dict.fromkeys(dims) for name, dims in every}
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were given, one for each kind of call."""
+        given = self.plan if isinstance(self.plan, list | tuple) else (self.plan,)
+        return tuple(_read_plan(found) for found in given if found is not None)
+
+    def given(self) -> list[tuple[str, Any]]:
+        """Every strategy with the words that name its place."""
+        found = [*_each("in_strategy", self.in_strategy), *_each("out_strategy", self.out_strategy)]
+        found += _each("parameter_plan", self.parameter_plan)
+        for pattern, sides in (self.module_plan or {}).items():
+            for side, strategies in sides.items():
+                found += _each(f"module_plan[{pattern!r}][{side!r}]", strategies)
+        return found
+
+
+def _dynamic_problems(dynamic: Any) -> Iterator[Problem]:
+    fix = 'write {"ids": {1: (1, 4096)}}, {"ids": (0, 1)}, False for a plan of each size, or None'
+    if dynamic is None or dynamic is False:
+        return
+    if not isinstance(dynamic, Mapping):
+        yield Problem("dynamic", f"is {_kind(dynamic)}", fix)
+        return
+    for name, dims in dynamic.items():
+        where = f"dynamic[{name!r}]"
+        if not isinstance(name, str):
+            yield Problem("dynamic", f"has the key {_kind(name)}", "write an argument's name, a str")
+        elif isinstance(dims, str) or not isinstance(dims, Mapping | Collection):
+            yield Problem(where, f"is {_kind(dims)}", fix)
+        elif wrong := [dim for dim in dims if type(dim) is not int]:
+            yield Problem(where, f"has the dim {_kind(wrong[0])}", "write dims by number, such as 0 or -1")
+        else:
+            for dim, bounds in dims.items() if isinstance(dims, Mapping) else ():
+                if bounds is not None and not _is_range(bounds):
+                    what = "write the least and the largest size, such as (1, 4096), or None"
+                    yield Problem(f"{where}[{dim}]", f"is {bounds!r}", what)
+
+
+def _is_range(bounds: Any) -> bool:
+    pair = isinstance(bounds, tuple | list) and len(bounds) == 2 and all(type(size) is int for size in bounds)
+    return pair and 0 <= bounds[0] <= bounds[1]
+
+
+def _read_plan(given: Any) -> Plan:
+    if isinstance(given, str | PathLike):
+        return Plan.load(given)
+    if not isinstance(given, Plan):
+        raise StrategyError(f"{_kind(given)} is not a plan")
+    return given
+
+
+_SIDES = {"in_strategy": "argument", "out_strategy": "output tensor"}
+
+
+def _each(name: str, strategies: Any) -> list[tuple[str, Any]]:
+    """Each of `strategies` with the words that name its place."""
+    if isinstance(strategies, Mapping):
+        return [(f"{name}[{key!r}]", s) for key, s in strategies.items()]
+    return [(f"{name}[{i}]", s) for i, s in enumerate(strategies or ())]
+
+
+def _module_plan_problems(plan: object) -> Iterator[Problem]:
+    """Why `plan` is not strategies for what goes into modules and comes out of them."""
+    fix = 'write a dict such as {"layers.*.attn": {"in_strategy": (("dp", None, "tp"),), "out_strategy": (...,)}}'
+    if plan is not None and not isinstance(plan, Mapping):
+        yield Problem("module_plan", f"is {_kind(plan)}", fix)
+        return
+    for pattern, sides in (plan or {}).items():
+        name = f"module_plan[{shown(pattern)}]"
+        unknown = [key for key in sides if key not in _SIDES] if isinstance(sides, Mapping) else []
+        if unknown:
+            yield from (Problem(name, f"has the key {_kind(key)}", f"write {' or '.join(_SIDES)}") for key in unknown)
+            continue
+        if not isinstance(sides, Mapping) or not sides:
+            yield Problem(name, f"is {_kind(sides)}", fix)
+            continue
+        for side, value in sides.items():
+            yield from _tuple_problems(f"{name}[{side!r}]", value, side)
+
+
+def _tuple_problems(name: str, value: object, side: str) -> Iterator[Problem]:
+    """Why `value` is not one strategy for each argument, or for each output tensor."""
+    noun, named = _SIDES[side], ", or a dict by argument name" if side == "in_strategy" else ""
+    if value is None or (named and isinstance(value, Mapping)):
+        return
+    if is_one_strategy(value):
+        what = f"{_short(value)} is the strategy of one tensor"
+        yield Problem(name, what, f"write a tuple with one for each {noun}, as in ({_short(value)},){named}")
+    elif isinstance(value, list):
+        yield Problem(name, f"{_short(value)} is a list", f"write the tuple {_short(tuple(value))}{named}")
+    elif not isinstance(value, tuple):
+        yield Problem(name, f"is {_kind(value)}", f"write a tuple with one strategy (or None) for each {noun}{named}")
+
+
+def _kind(value: object) -> str:
+    return f"{_short(value)} ({type(value).__name__})"
+
+
+def _short(value: object) -> str:
+    return " ".join(shown(value, 80).split())
+
+
+def given_mesh(mesh: Any) -> Mesh | None:
+    """A Mesh from what a person may pass: a Mesh, a dict, a DeviceMesh, or None. Raises StrategyError."""
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, Mapping):
+        return Mesh(mesh)
+    if type(mesh).__name__ == "DeviceMesh":
+        from partway.strategy.torch_mesh import from_device_mesh
+
+        return from_device_mesh(mesh)
+    raise StrategyError(f"it is {_kind(mesh)}; write a Mesh, a dict such as {{'dp': 2, 'tp': 4}}, or a DeviceMesh")
+
+
+def requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
+    """The requests of the sharded modules inside a module, each with the prefix of its parameters' names, and then
+    `request` itself."""
+    if isinstance(fn, torch.nn.Module):
+        for path, module in fn.named_modules():
+            engine = engine_of(module)
+            if engine is not None and engine.request is not request:
+                yield f"{path}." if path else "", engine.request
+    yield "", request

@@ -1,0 +1,183 @@
+"""The modes that are on while a function is traced: what they see of its calls of PyTorch, and do otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from ....strategy.errors import CaptureError
+from ...graph.nodes import marked
+from ...graph.structure import name_of
+from ...ops.ctc import ctc_loss
+from ...rules.layers.recurrent import lstm
+from ...torch_internals import set_grad_enabled, tree_flatten, tree_map
+from ..rewrites.covariance import corrcoef, cov
+
+# what reads values of a tensor from outside without an operator that a graph would have
+_READS = frozenset({torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.item})
+
+
+class OutsideTensors(TorchFunctionMode):
+    """Notes the tensors that are neither arguments nor the module's, which torch.export takes for constants.
+
+    needing_gradients   descriptions of those that need a gradient, which none would reach
+    read                those whose values are read
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needing_gradients: dict[str, None] = {}
+        self.read: list[torch.Tensor] = []
+        self._seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # what torch.cond and the like run is traced, and this with it
+            return func(*args, **(kwargs or {}))
+        if func in _READS and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+            self.read.append(args[0])
+        for leaf in tree_flatten((args, kwargs or {}))[0]:
+            # everything that takes part in the capture is a FakeTensor or another subclass by now
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and id(leaf) not in self._seen and leaf.requires_grad:
+                self._seen.add(id(leaf))
+                self.needing_gradients[f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"] = None
+        return func(*args, **(kwargs or {}))
+
+
+class Regions(TorchFunctionMode):
+    """Marks what is captured inside a call of torch.utils.checkpoint as one region (recompute.py computes it again in
+    the backward). torch.export leaves nothing of such a call but its frame, so the frames of each operator are searched
+    up to the one that runs `outermost`; of nested calls the outer one is the region.
+
+    Raises CaptureError for use_reentrant=True, which runs the region without gradients, and for a context_fn.
+    """
+
+    def __init__(self, outermost: CodeType) -> None:
+        super().__init__()
+        self._outermost = outermost
+        self._calls: dict[FrameType, int] = {}  # keeps frames alive, so that no later one is taken for them
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        if func is set_grad_enabled and args == (torch.is_grad_enabled(),):
+            return None  # inside C++ that disabled gradients, as for nested calls: captured, it would never be undone
+        call = _checkpoint_call(sys._getframe(1), self._outermost)
+        if call is None:
+            return func(*args, **(kwargs or {}))
+        if call not in self._calls:
+            _check_checkpoint(call)
+            self._calls[call] = len(self._calls)
+        with fx.traceback.preserve_node_meta(), fx.traceback.annotate(marked(self._calls[call])):
+            return func(*args, **(kwargs or {}))
+
+
+class WithoutGradients(TorchFunctionMode):
+    """Detaches what is computed from tensors that need a gradient while gradients are disabled. (torch.export keeps
+    regions of torch.no_grad, but not inside torch.autocast, and none of torch.inference_mode; inlined they would let
+    gradients through.)
+
+    Raises CaptureError for a write in place there, since autograd would not know the new values.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        read = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
+        if any(result is leaf for leaf in read) or func is torch.Tensor.__setitem__:
+            if read[0].requires_grad and not read[0].is_leaf:
+                name = getattr(func, "__name__", func)
+                raise CaptureError(
+                    f"{name} writes in place to a tensor that needs a gradient, where gradients "
+                    "are disabled: its gradient would be that of other values; write to a copy, x.detach().clone()"
+                )
+            return result
+        if not any(leaf.requires_grad for leaf in read):
+            return result
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.nn.functional.embedding. Raises CaptureError with a max_norm."""
+    return _look_up(torch.nn.functional.embedding, args, kwargs)
+
+
+def _embedding_bag(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.nn.functional.embedding_bag. Raises CaptureError with a max_norm."""
+    return _look_up(torch.nn.functional.embedding_bag, args, kwargs)
+
+
+def _look_up(function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What an embedding computes. Raises CaptureError with a max_norm."""
+    max_norm = inspect.signature(function).bind(*args, **kwargs).arguments.get("max_norm")
+    if max_norm is not None:
+        raise CaptureError(
+            f"{function.__name__} with max_norm={max_norm} writes to its weight in place, which a sharded function may "
+            "not; leave max_norm out, and renormalise the weight between calls, under torch.no_grad()"
+        )
+    return function(*args, **kwargs)
+
+
+_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.corrcoef: corrcoef,
+    torch.Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    torch.cov: cov,
+    torch.ctc_loss: ctc_loss,
+    torch.lstm: lstm,
+    torch.nn.functional.ctc_loss: ctc_loss,
+    torch.nn.functional.embedding: _embedding,
+    torch.nn.functional.embedding_bag: _embedding_bag,
+}
+
+
+class Traceable(TorchFunctionMode):
+    """Replaces functions of PyTorch that torch.export cannot trace, or traces wrongly, by equal ones."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        return _REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _checkpoint_call(frame: FrameType | None, outermost: CodeType) -> FrameType | None:
+    """The frame of the outer call of torch.utils.checkpoint that `frame` runs in, inside a run of `outermost`."""
+    call = None
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            call = frame
+        frame = frame.f_back
+    return call
+
+
+def _check_checkpoint(call: FrameType) -> None:
+    """Raise CaptureError unless the region of a call of torch.utils.checkpoint can be captured."""
+    arguments = call.f_locals
+    where = name_of(
+        getattr(arguments["function"], "func", arguments["function"])
+    )  # transformers wraps a layer in a partial
+    if arguments["use_reentrant"]:
+        raise CaptureError(
+            f"torch.utils.checkpoint of {where} with use_reentrant=True (PyTorch's default) runs it without gradients, "
+            "so that none would be captured; pass use_reentrant=False, which computes the same"
+        )
+    if arguments["context_fn"] is not torch.utils.checkpoint.noop_context_fn:
+        raise CaptureError(
+            f"torch.utils.checkpoint of {where} with a context_fn: Partway itself chooses what the region keeps "
+            "(random masks, and what collectives give); drop context_fn"
+        )

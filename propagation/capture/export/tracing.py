@@ -1,0 +1,327 @@
+"""What torch.export makes of a call of a function, with the modes and preparations that it needs.
+
+`Flat` is the module that is traced: from tensors to a tuple of tensors. While it runs, the modes see every function of
+PyTorch that the caller's code calls (modes.py, stand_ins.py, hooks.py, questions.py, sizes.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
+
+from ....strategy.errors import CaptureError, PartwayError
+from ....strategy.notation import counted
+from ....strategy.under_way import meanwhile, under_way
+from ...graph.port import Role
+from ...graph.question import Leaf
+from ...graph.structure import Call, Structure, flatten, name_of, state_of
+from ...torch_internals import compiled_when_run, data_dependent
+from ..hooks.hooks import Hooks
+from ..hooks.module_hooks import ModuleHooks, Noted
+from ..rewrites.decomposition import write_out
+from ..rewrites.overlap import shared
+from .checks import check_autocast, check_operators, check_static, check_writes
+from .data_sizes import Sized
+from .dispatch_modes import OutsideTensors, Regions, Traceable, WithoutGradients
+from .failures import Undecided, is_raised_on_purpose, reason_of
+from .numbers import numbers_as_tensors, tensors_read
+from .preparation import prepared, quiet
+from .questions import ASKING, Answerable, Answering
+from .random_generators import without_pythons_random_numbers
+from .source_lines import callers_line, name_frames, with_source_lines
+from .stand_ins import StandIns, attributes_of
+
+Dims = frozenset[tuple[int, int]]  # of the tensors of a call, by place
+
+
+class EffectListener(Protocol):
+    """Notes what a function leaves behind in Python while it is captured."""
+
+    def begin(self) -> None:
+        """The function begins to run."""
+
+    def end(self) -> list[Any]:
+        """The function has run: the values that it leaves."""
+        ...
+
+    def abort(self) -> None:
+        """The function raised an error."""
+
+    def finish(self) -> None:
+        """A capture is over: what torch.export leaves in the place of lists and dicts is put back."""
+
+    def noted(self) -> Noted:
+        """What Python holds now."""
+        ...
+
+
+class NoEffects:
+    """Nothing is noted."""
+
+    def begin(self) -> None:
+        """The function begins to run."""
+
+    def end(self) -> list[Any]:
+        """The function has run, and leaves nothing."""
+        return []
+
+    abort = restore = finish = begin
+
+    def noted(self) -> Noted:
+        """Python as it was: nothing has been put anywhere since."""
+        return self
+
+    left = end
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to trace a call of `fn`.
+
+    answering       answers what the function asks of values; None: it may ask nothing
+    effects         notes what it leaves behind
+    hooks           notes the hooks that it meets
+    checked         whether the parameters of torch.distributions are checked
+    gradients       whether gradients are enabled
+    returns_given   whether tensors of the call that it returns in an object are no results
+    changing        the dims that have symbols for sizes (any_size.py)
+    dense           tensors are as if they lay densely in memory: the function does not ask how they do
+    """
+
+    fn: Callable[..., Any]
+    call: Call
+    answering: Answering | None
+    effects: EffectListener
+    hooks: Hooks
+    checked: bool
+    gradients: bool
+    returns_given: bool
+    changing: Dims = frozenset()
+    dense: bool = False
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the call that come as tensors, the last ones."""
+        tensors = self.call.tensors
+        return [int(tensor) for tensor in tensors[len(tensors) - self.call.numbers :]]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced call.
+
+    module      the functional program
+    signature   what its inputs and outputs are; `constants`: the values of those that are constants
+    result      the structure of the function's result; `left`: of what it leaves behind
+    read        the tensors from outside whose values became numbers
+    """
+
+    module: fx.GraphModule
+    signature: ExportGraphSignature
+    constants: Mapping[str, Any]
+    result: Structure
+    left: Structure
+    read: list[torch.Tensor]
+
+
+def capturing() -> bool:
+    """Whether a function is being captured right now: a nested `shard` is then a constraint."""
+    return under_way().capturing
+
+
+def trace(attempt: Attempt) -> Traced:
+    """Trace a call.
+
+    Raises CaptureError where torch.export cannot make one static graph, Undecided where that needs more answers, and
+    what the function itself raises because of an answer.
+    """
+    fn, answering = attempt.fn, attempt.answering
+    structures: list[tuple[Structure, Structure]] = []
+    outside = OutsideTensors()
+    try:
+        module, signature, constants, read = _exported(attempt, Flat(attempt, structures, outside))
+    except PartwayError:
+        raise
+    except Exception as error:  # torch.export raises many types; the caller's code may raise any
+        if answering is not None and answering.asked and is_raised_on_purpose(error):
+            raise
+        raise _failure(attempt, error) from error
+    if outside.needing_gradients:
+        raise CaptureError(
+            f"{name_of(fn)} uses {counted(len(outside.needing_gradients), 'tensor')} from outside that a gradient "
+            f"should reach ({', '.join(outside.needing_gradients)}); shard the module they belong to, or pass them as "
+            "arguments"
+        )
+    name_frames(module, fn)
+    return Traced(module, signature, constants, *structures[-1], read=outside.read + read)
+
+
+def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
+    """What was traced, with its numbers as tensors (in place). Raises CaptureError and Undecided as `trace` does."""
+    numbers_as_tensors(traced.module)
+    check_static(traced.module, fn)
+    check_operators(traced.module, fn)
+    return traced
+
+
+def _exported(
+    attempt: Attempt, flat: Flat
+) -> tuple[fx.GraphModule, ExportGraphSignature, Mapping[str, Any], list[torch.Tensor]]:
+    """The functional program of `flat`, with its signature and constants, and the tensors from outside that it reads as
+    numbers."""
+    fn, answering = attempt.fn, attempt.answering
+    with (
+        without_pythons_random_numbers(fn), meanwhile(capturing=True),
+        warnings.catch_warnings(record=True) as said,
+        torch.inference_mode(torch.is_inference_mode_enabled() and not attempt.gradients),
+        torch.set_grad_enabled(attempt.gradients),
+    ):  # fmt: skip
+        given = attempt.call.tensors
+        example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
+        example = (*example[: len(given) - attempt.call.numbers], *map(_of_size, attempt.numbers))
+        if attempt.dense:
+            example = tuple(_dense(t).requires_grad_(t.requires_grad) for t in example)
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", ".*Disabling autocast")
+        with (
+            ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
+            prepared(fn, example, attempt.checked),
+            quiet(),
+            compiled_when_run(),
+        ):
+            program = torch.export.export(flat, example, dynamic_shapes=_symbolic(attempt), strict=False)
+            check_writes(program.graph_module, fn)
+            check_autocast(program.graph_module, fn, bool(said))
+            if answering is not None and answering.is_drawn_from(program.graph):
+                raise CaptureError(
+                    f"{name_of(fn)} computes with random numbers that decide its course, too; draw others for that"
+                )
+            read = tensors_read(program)
+            return *write_out(_without_questions(program)), program.constants, read
+
+
+def _of_size(number: int) -> torch.Tensor:
+    """A tensor without elements, whose size stands for a number: torch.export has symbols for sizes."""
+    return torch.empty(number, 0)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _symbolic(attempt: Attempt) -> Any:
+    """Which dims of the tensors have symbols for sizes, as torch.export takes it."""
+    places = range(len(attempt.call.tensors))
+    changing = attempt.changing | {(place, 0) for place in places[len(places) - attempt.call.numbers :]}
+    if not changing:
+        return None
+    return (tuple({dim: Dim.AUTO for place, dim in changing if place == here} for here in places),)
+
+
+def _without_given(
+    results: list[torch.Tensor], structure: Structure, given: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Structure]:
+    """The results that were not given to the call. A cache that a function writes to and returns is the caller's; its
+    tensors are what the call wrote to."""
+    place_of = {id(tensor): place for place, tensor in enumerate(given)}
+    inside = structure.in_given_objects()
+    places = {i: place_of[id(t)] for i, t in enumerate(results) if next(inside) and id(t) in place_of}
+    return [t for i, t in enumerate(results) if i not in places], structure.returning(places)
+
+
+def _without_questions(program: ExportedProgram) -> ExportedProgram:
+    """Drop what was asked and answered: after the answer nothing reads it, and it cannot be traced again."""
+    for node in reversed(program.graph.nodes):
+        if node.target in ASKING and not node.users:
+            program.graph.erase_node(node)
+    return program
+
+
+def _failure(attempt: Attempt, error: Exception) -> Exception:
+    """What to raise where tracing raised `error`."""
+    fn, call = attempt.fn, attempt.call
+    inputs = zip((f"input {name}" for name in call.names), call.tensors, strict=True)
+    if "expected compiled_fn to be GraphModule" in str(error) and (
+        pair := next(shared([*inputs, *state_of(fn).items()]), None)
+    ):  # how torch.export fails there
+        return CaptureError(
+            f"{name_of(fn)} writes in place to one of {pair[0]} and {pair[1]}, which share memory; give it a copy, "
+            "with clone()"
+        )
+    reason = reason_of(fn, error, attempt.answering.unanswered if attempt.answering else None)
+    return Undecided(reason) if isinstance(error, data_dependent) else CaptureError(reason)
+
+
+class Flat(torch.nn.Module):
+    """A function as a module from tensors to a tuple of tensors. Each run of it adds the structures of the result and
+    of what the function leaves behind to `structures`."""
+
+    def __init__(
+        self, attempt: Attempt, structures: list[tuple[Structure, Structure]], outside: OutsideTensors
+    ) -> None:
+        super().__init__()
+        fn, effects = with_source_lines(attempt.fn), attempt.effects
+        self.fn = fn
+        self.call, self.answering, self.hooks, self.outside = attempt.call, attempt.answering, attempt.hooks, outside
+        self.returns_given = attempt.returns_given
+        # bound methods: torch.export puts back what forward does to attributes
+        self.add, self.begin, self.end, self.abort = structures.append, effects.begin, effects.end, effects.abort
+        self.stand_ins = StandIns(name_of(fn), lambda: callers_line(traceback.extract_stack(), fn))
+        self.attributes = {name: attributes_of(tensor) for name, tensor in state_of(fn).items()}
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors of the result, and of what the function leaves behind and asks late."""
+        count = len(tensors) - self.call.numbers
+        numbers = [tensor.shape[0] for tensor in tensors[count:]]
+        args, kwargs = self.call.structure.build(list(tensors[:count]), numbers=numbers)
+        answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
+        asks_numbers = self.answering is not None and self.answering.level is Answerable.NUMBERS
+        sized = Sized() if asks_numbers else contextlib.nullcontext()
+        self._stand_in(tensors)
+        self.begin()
+        try:
+            with (  # the last one sees a call first
+                self.outside, Regions(Flat.forward.__code__), WithoutGradients(), Traceable(), self.stand_ins,
+                self.hooks, sized, answering,
+            ):  # fmt: skip
+                results, structure = flatten(self.fn(*args, **kwargs))
+            late = [] if self.answering is None else self.answering.read
+            if late and self.hooks.by_number:
+                raise CaptureError(
+                    f"{name_of(self.fn)} asks for values behind a matrix product or a convolution and has hooks, which "
+                    "would run twice where it assumed another answer; remove one of them"
+                )
+            left, places = flatten((self.end(), late))
+            self.stand_ins.check((*results, *left))
+            structure = structure.returned_by(self.call.structure)
+            if self.returns_given:
+                results, structure = _without_given(results, structure, tensors)
+        except BaseException:
+            self.abort()
+            raise
+        self.add((structure, places))
+        return (*results, *left)
+
+    def _stand_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let `tensors` and the module's stand in for the caller's, with their attributes."""
+        self.stand_ins.begin()
+        for name, tensor, original in zip(self.call.names, tensors, self.call.tensors, strict=True):
+            self.stand_ins.stand(f"input {name}", tensor, attributes_of(original))
+        for name, tensor in state_of(self.fn).items():
+            self.stand_ins.stand(name, tensor, self.attributes[name])
+
+    def _leaves(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
+        """The tensors of the call, as they are while it is captured."""
+        for place, (name, tensor) in enumerate(zip(self.call.names, tensors, strict=True)):
+            yield Leaf(Role.INPUT, name, place), tensor
+        for name, tensor in state_of(self.fn).items():
+            yield Leaf(Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER, name), tensor

@@ -1,0 +1,55 @@
+"""Hooks that do nothing for a while: those that compute parameters of a sharded module, outside of a capture, and those
+of all modules, while planning calls modules of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from ....strategy.afterwards import afterwards
+from ....strategy.under_way import meanwhile, under_way
+from ...torch_internals import global_hooks
+from .hook_kinds import KINDS, computes_parameters
+
+
+def awake() -> contextlib.AbstractContextManager[None]:
+    """Meanwhile no hook rests: a function is captured, and its hooks with it."""
+    return meanwhile(hooking=True)
+
+
+def rest_outside(store: dict[int, Any], rest: bool) -> None:
+    """Let the hooks in `store` that compute parameters `rest`, except while they are captured with the function that
+    they are on; or let them rest no longer."""
+    for hook in store.values():
+        if computes_parameters(hook) and hasattr(hook, "_rests") is not rest:
+            kind: Any = type(hook)
+            hook.__class__ = _resting(kind) if rest else kind.__bases__[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _resting(kind: Any) -> Any:
+    """`kind` with a call that does nothing, except while it is captured."""
+
+    def call(self: Any, module: Any, arguments: Any) -> Any:
+        return kind.__call__(self, module, arguments) if under_way().hooking else None
+
+    body = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "_rests": True}
+    return type(kind.__name__, (kind,), body)
+
+
+@contextlib.contextmanager
+def none_of_all_modules() -> Iterator[None]:
+    """Meanwhile there are no hooks of all modules: planning calls modules of its own."""
+    saved = [(store, OrderedDict(store)) for store in map(global_hooks, KINDS)]
+
+    def restore() -> None:
+        for store, held in saved:
+            store.update(held)
+
+    with afterwards(restore):
+        for store, _ in saved:
+            store.clear()
+        yield

@@ -1,0 +1,182 @@
+"""A program is written out call by call, and what was written out before is copied.
+
+What PyTorch writes a call as follows from the operator, from its arguments, from what is known of its operands beside
+values, and from torch's settings, as long as nothing is written in place. So one call of each kind is traced, as
+torch.export's `run_decompositions` traces the whole program, and all others of the kind become copies of what that
+gave. Names go on counting, since each call takes as many as it would in a trace of all.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
+
+from ...torch_internals import FakeTensor, OpOverload, graph_module, moved_meta, schema_of, tracing_calls, tree_leaves
+
+_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT)
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_CALLS_OF_A_KIND = 2  # on average; from then on this takes less time than to trace all
+_NUMBER = re.compile(r"_\d+$")
+
+
+def written_one_by_one(
+    exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]
+) -> tuple[fx.GraphModule, ExportGraphSignature] | None:
+    """The graph and the signature of what `decompose` makes of a program. None where few calls are like others, and
+    where it is not certain: for programs that write in place, have symbols for sizes, or branches and loops."""
+    if not _is_plain(exported):
+        return None
+    try:
+        if not _repeats(exported.graph):
+            return None
+        made = _written(exported, composite, others)
+    except Exception:  # then `decompose` does it, or raises what torch says of it
+        return None
+    returned = next(iter(made.find_nodes(op="output"))).args[0]
+    outputs = [
+        replace(spec, arg=TensorArgument(node.name)) if isinstance(spec.arg, TensorArgument) else spec
+        for spec, node in zip(exported.graph_signature.output_specs, returned, strict=True)
+    ]
+    signature = ExportGraphSignature(list(exported.graph_signature.input_specs), outputs)
+    return graph_module(exported.graph_module, made), signature
+
+
+def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> fx.Graph:
+    """The graph of a program whose calls are written out."""
+    made, env = fx.Graph(), dict[fx.Node, Any]()
+    inputs = exported.graph.find_nodes(op="placeholder")
+    kinds: dict[Any, _Written] = {}
+    with tracing_calls(inputs[0].meta["val"].fake_mode, composite, others) as trace:
+        for node in exported.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = made.placeholder(node.name, node.type)
+                env[node].meta = dict(node.meta)
+            elif node.op == "get_attr":
+                env[node] = getattr(exported.graph_module, node.target)
+            elif node.op == "output":
+                made.output(fx.node.map_arg(node.args[0], env.__getitem__))
+            elif node.target is operator.getitem:
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                call = _TracedCall(node, env)
+                if call.kind not in kinds:
+                    kinds[call.kind] = _Written(node, trace(call.run, call.examples(), node))
+                env[node] = kinds[call.kind].copy(made, call)
+    made.eliminate_dead_code()
+    return made
+
+
+def _repeats(graph: fx.Graph) -> bool:
+    """Whether many calls of a graph are like others."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    kinds = {_TracedCall(node, {each: each for each in node.all_input_nodes}).kind for node in calls}
+    return len(calls) >= _CALLS_OF_A_KIND * len(kinds)
+
+
+def _is_plain(exported: ExportedProgram) -> bool:
+    """Whether a program consists of calls of operators that give tensors of known sizes and write nothing."""
+    signature = exported.graph_signature
+    return (
+        all(spec.kind in _INPUTS for spec in signature.input_specs)
+        and all(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs)
+        and all(_is_plain_node(node) for node in exported.graph.nodes)
+        and all(
+            not (isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable)
+            for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)
+            for node in module.graph.nodes
+        )
+    )  # fmt: skip
+
+
+def _is_plain_node(node: fx.Node) -> bool:
+    if node.op in ("output", "get_attr"):
+        return True
+    known = isinstance(node.target, OpOverload) or node.target is operator.getitem or str(node.target) in _REGIONS
+    vals = tree_leaves(node.meta.get("val"))
+    return (known or node.op == "placeholder") and all(val is None or _is_plain_tensor(val) for val in vals)
+
+
+def _is_plain_tensor(val: Any) -> bool:
+    return (
+        type(val) is FakeTensor and val.layout is torch.strided and all(type(n) is int for n in val.shape)
+        and not (val.is_conj() or val.is_neg() or val.is_quantized)
+    )  # fmt: skip
+
+
+class _ResultPlace:
+    """An operand of a call, by its place."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __repr__(self) -> str:
+        return f"%{self._place}"
+
+
+class _TracedCall:
+    """A call of a program, with operands of what is made of that.
+
+    operands   these, each once: what was apart may be one now, as where a cast was none
+    kind       what tells how it is written: calls that share it are written alike
+    """
+
+    def __init__(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+        self.node = node
+        self._arguments: Any = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        leaves = tree_leaves(self._arguments)
+        self.operands: list[fx.Node] = list(dict.fromkeys(each for each in leaves if isinstance(each, fx.Node)))
+        self.kind: Any = node  # a region is like no other
+        if isinstance(node.target, OpOverload):
+            places: dict[fx.Node, Any] = {operand: _ResultPlace(place) for place, operand in enumerate(self.operands)}
+            text = repr(fx.node.map_arg(self._arguments, places.__getitem__))  # in which 1, 1.0 and True differ
+            self.kind = node.target, text, tuple(_known(operand.meta["val"]) for operand in self.operands)
+
+    def examples(self) -> list[torch.Tensor]:
+        """Operands to trace it with."""
+        return [_like(operand.meta["val"]) for operand in self.operands]
+
+    def run(self, *operands: torch.Tensor) -> Any:
+        """What it gives for these `operands`."""
+        args, kwargs = fx.node.map_arg(self._arguments, dict(zip(self.operands, operands, strict=True)).__getitem__)
+        return self.node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _known(val: torch.Tensor) -> tuple[Any, ...]:
+    """What is known of a tensor beside its values."""
+    return val.dtype, val.device, tuple(val.shape), val.stride(), val.storage_offset(), val.requires_grad
+
+
+def _like(val: torch.Tensor) -> torch.Tensor:
+    """A tensor of which the same is known."""
+    reach = sum((n - 1) * stride for n, stride in zip(val.shape, val.stride(), strict=True))
+    memory = torch.empty(val.storage_offset() + max(0, reach + 1), dtype=val.dtype, device=val.device)
+    return memory.as_strided(val.shape, val.stride(), val.storage_offset()).requires_grad_(val.requires_grad)
+
+
+class _Written:
+    """What `first`, the first call of a kind, was written as: a graph of its operands."""
+
+    def __init__(self, first: fx.Node, graph: fx.Graph) -> None:
+        self._first, self._graph = first, graph
+
+    def copy(self, made: fx.Graph, call: _TracedCall) -> Any:
+        """What `call` gives, written into `made`: a node, several, or nothing. Raises KeyError where the graph has more
+        than operands and calls, such as constants."""
+        own = dict(zip(self._graph.find_nodes(op="placeholder"), call.operands, strict=True))
+        for node in self._graph.nodes:
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], own.__getitem__)
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)
+                name = _NUMBER.sub("", node.name)
+                own[node] = made.create_node(node.op, node.target, args, kwargs, name, node.type)
+                own[node].meta = moved_meta(node, self._first, call.node)
+        raise AssertionError("a graph has an output")

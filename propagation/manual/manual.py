@@ -1,0 +1,71 @@
+"""A manual function: a program of one rank that a person wrote by hand, with the layouts of what goes in and comes
+out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...strategy.layout import Layout
+from ...strategy.mesh import Mesh
+from ...strategy.placement import REPLICATE
+from ..graph.graph import Graph
+
+_LOCAL = ("locals", "lambda")  # of `<locals>.<lambda>`
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes into a manual function, or comes out of it: what messages call it, its layout, and the whole's
+    shape.
+
+    Layouts are slices or whole; a result may also be made of addends.
+    """
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def parted(self) -> frozenset[str]:
+        """The axes on which ranks hold slices or addends."""
+        return frozenset(self.layout.mesh.axes) - self.whole
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The axes on which each rank holds all of it."""
+        placed = zip(self.layout.mesh.axes, self.layout.placements, strict=True)
+        return frozenset(axis for axis, placement in placed if placement == REPLICATE)
+
+
+@dataclass(frozen=True)
+class TracedManual:
+    """A traced manual function. `graph` is the program of one rank, of local tensors; all ranks run the same."""
+
+    name: str
+    mesh: Mesh
+    operands: tuple[Crossing, ...]
+    results: tuple[Crossing, ...]
+    graph: Graph
+
+    @property
+    def word(self) -> str:
+        """What plans call it: the last word of its name."""
+        words: list[str] = re.findall(r"\w+", self.name)
+        return next((word for word in reversed(words) if word not in _LOCAL), "manual")
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of all that it is."""
+        needing = [port.requires_grad for port in self.graph.inputs]
+        text = f"{self.name}\n{self.mesh}\n{self.operands}\n{self.results}\n{needing}\n{self.graph.module.graph}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return f"manual function {self.name} on ({self.mesh})\n{self.graph}"

@@ -1,0 +1,45 @@
+"""Tensors made in the shape of another tensor. Nothing of them depends on that one's numbers, so each is made by
+itself, and no layout is asked of the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.nodes import shape, value
+from ..builder import Builder, Expansion
+
+aten = torch.ops.aten
+
+
+def _expand_copy(b: Builder, node: fx.Node) -> fx.Node:
+    """What is written over a tensor takes its shape and dtype, and none of its numbers."""
+    source = b.cast(node.args[1], value(node).dtype)  # type: ignore[arg-type]
+    return source if shape(source) == shape(node) else b(aten.expand.default, source, list(shape(node)))
+
+
+def _made_by(maker: Any) -> Expansion:
+    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`."""
+
+    def expansion(b: Builder, node: fx.Node) -> fx.Node:
+        like = value(node)
+        number = [node.args[-1]] if maker is aten.full.default else []
+        return b(maker, list(like.shape), *number, dtype=like.dtype, device=like.device)
+
+    return expansion
+
+
+EXPANSIONS: dict[Any, Expansion] = {
+    aten.copy.default: _expand_copy,
+    aten.fill.Scalar: _made_by(aten.full.default),
+    aten.fill.Tensor: _expand_copy,
+    aten.full_like.default: _made_by(aten.full.default),
+    aten.new_full.default: _made_by(aten.full.default),
+    aten.new_ones.default: _made_by(aten.ones.default),
+    aten.new_zeros.default: _made_by(aten.zeros.default),
+    aten.ones_like.default: _made_by(aten.ones.default),
+    aten.zero.default: _made_by(aten.zeros.default),
+    aten.zeros_like.default: _made_by(aten.zeros.default),
+}
