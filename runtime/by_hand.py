@@ -112,7 +112,7 @@ class _Call:
 
 def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function of a call and the operator's arguments the kernel of `operator`."""
-    name = operator.name().removeprefix("partway::")
+    name: str = operator.name().removeprefix("partway::")
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(x: Any, *arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 
 import webdataset as wds
@@ -101,8 +101,8 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         extension; others by your own functions, which take an extension and bytes, and come first. As WebDataset's, but
         nothing in a shard is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError."""
         decoder = Decoder(handlers, post, pre=pre, only=only, partial=partial)
-        decoded: GroupedWebDataset = self.map(decoder, **({} if handler is None else {"handler": handler}))
-        return decoded
+        decoded: Any = self.map(decoder, **({} if handler is None else {"handler": handler}))  # of the class of self
+        return cast("GroupedWebDataset", decoded)
 
     def xdecode(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: it unpickles what is in shards."""

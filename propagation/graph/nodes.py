@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import constrain
@@ -146,7 +147,7 @@ def mark(node: fx.Node, region: int | None) -> None:
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
     nodes: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), nodes.append)
+    map_arg((node.args, node.kwargs), nodes.append)
     return tuple(nodes)
 
 

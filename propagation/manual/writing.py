@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ...strategy.cut import Cut, SliceWindow
 from ...strategy.errors import CaptureError
@@ -109,7 +110,7 @@ class _Writing:
 
     def _write(self, node: fx.Node) -> None:
         taken = iter([self._operand(node, source_of(operand)) for operand in operands(node)])
-        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        called: Any = map_arg((node.args, node.kwargs), lambda _: next(taken))
         args, kwargs = called
         if node.target in COLLECTIVES:
             result: Any = _COLLECTIVES[node.target](_CollectiveCall(self, node, args[0]))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from ...propagation.graph.graph import Text
 from ...propagation.graph.nodes import draws_random_numbers
@@ -174,7 +175,7 @@ def _values(order: Sequence[fx.Node], module: fx.GraphModule, examples: Sequence
                     traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
                 )
             elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 moves = node.target is not convert or kind_of(*node.args[1:3]) not in (Kind.NOTHING, Kind.KEEP)  # type: ignore[arg-type]
                 values[node] = node.target(*args, **kwargs) if moves else args[0]  # type: ignore[operator]
     return values

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ...strategy.errors import RuntimeStateError
 from ..ranks.watch import comparing
 from ..torch_internals import in_backward, is_documented, local_part_of, spec_of
 from .gather import exchange, gather
+
+if TYPE_CHECKING:
+    from .split_tensor import SplitTensor, SplitView
 
 aten = torch.ops.aten
 _LARGE = 2**28  # bytes: gathering so much for an operator is worth a warning
@@ -399,7 +402,7 @@ def _plain(value: Any, what: str) -> Any:
 
 def _viewed(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """A view of a split tensor."""
-    base = args[0]
+    base: SplitTensor | SplitView = args[0]
     if isinstance(base, DTensor) and all(isinstance(p, Replicate) for p in spec_of(base).placements):
         return op(local_part_of(base), *args[1:], **kwargs)  # each rank has all of the memory
     return base.viewed(op, args[1:], kwargs)

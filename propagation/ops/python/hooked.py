@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import has_side_effect
 
 from ....strategy.errors import RuntimeStateError
 from ...torch_internals import version_of
@@ -132,7 +133,7 @@ observed = define(
 )  # fmt: skip
 HOOKS = frozenset({hooked, hooked_backward, observed})
 for _operator in (hooked, observed):  # nobody may need what they return
-    fx.node.has_side_effect(_operator)
+    has_side_effect(_operator)
 
 
 def calls_hook(node: fx.Node) -> bool:
