@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 import webdataset as wds
 from torch.utils.data import get_worker_info
+from webdataset.gopen import gopen
 
 from partway.data.epoch import Epoch
 from partway.data.random_views import draws
@@ -214,7 +215,7 @@ def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Each shard with its stream, which is closed when the next one is opened, or when an epoch ends in it."""
     for shard in shards:
         try:
-            stream = wds.gopen(shard["url"])
+            stream = gopen(shard["url"])
         except (OSError, ValueError) as error:
             raise DataError(f"the shard {shard['url']!r} cannot be opened: {error}") from error
         with stream:

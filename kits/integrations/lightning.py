@@ -12,7 +12,7 @@ are those of the whole batch on every rank. Rank 0 logs and writes checkpoints.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,10 +50,10 @@ class PartwayStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         torchmetrics = sys.modules.get("torchmetrics")
         if launched() and torchmetrics is not None and self.lightning_module is not None:
-            modules: Iterable[Any] = self.lightning_module.modules()
-            for module in modules:
+            for module in self.lightning_module.modules():
                 if isinstance(module, torchmetrics.Metric):
-                    module.sync_on_compute = False
+                    metric: Any = module
+                    metric.sync_on_compute = False
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes."""

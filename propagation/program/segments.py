@@ -172,7 +172,8 @@ def _described(
 def _result(node: fx.Node, results: Mapping[fx.Node, Result]) -> Result:
     """What `node` computes of operands that are like `results`."""
     if node.target is operator.getitem:
-        return operator.getitem(*map_arg(node.args, results.__getitem__))
+        taken: Any = map_arg(node.args, results.__getitem__)
+        return operator.getitem(*taken)
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: results[operand].empty())
     return _like(node.target(*args, **kwargs))  # type: ignore[operator]
 
