@@ -112,9 +112,9 @@ Hooks = tuple[Any, Any]
 # Whether operators ask the __torch_dispatch__ of a subclass of DTensor; until 2.11 they took it for a DTensor
 # (pytorch/pytorch#177716).
 ASKS_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage] # on purpose
+add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage] # of torch._C, on purpose
 process_group_named: Callable[[str], Any] = _distributed_c10d._resolve_process_group  # type: ignore[assignment]
-remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage] # on purpose
+remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage] # of torch._C, on purpose
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
