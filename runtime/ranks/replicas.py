@@ -53,6 +53,16 @@ def ledger_of(ranks: tuple[int, ...]) -> Ledger:
     return own.ledger(f"{EVERY}/{ranks[0]}/{len(ranks)}/{zlib.crc32(repr(ranks).encode())}", ranks)
 
 
+def ledger_on(mesh: Any) -> Ledger:
+    """The ledger that this rank shares with all ranks of a DeviceMesh."""
+    return ledger_of(_ranks_of(mesh))
+
+
+@functools.lru_cache(maxsize=256)
+def _ranks_of(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 def in_turn(items: Sequence[T], time: int, every: int) -> tuple[list[T], bool]:
     """Those of `items` whose turn it is at the `time`-th time, and whether they are looked at whole: so are all of them
     at each time that `every` divides, if that is not 0."""
