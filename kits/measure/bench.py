@@ -81,7 +81,7 @@ def workload(model: str, *, small: bool = False) -> Workload:
         return own(model)
     if model not in MODELS:
         raise RuntimeStateError(
-            f"there is no model {model!r}; write {', '.join(MODELS)}, or module:function for one of your own"
+            f"there is no model {model!r}; write {', '.join(MODELS)}, or module:function for your own model"
         )
     if small:
         return tiny(model, LAYERS)

@@ -372,7 +372,7 @@ class RayServers:
             try:
                 self._handles[name] = ray().get_actor(name, SPACE)
             except ValueError as error:
-                raise RuntimeStateError(f"there is no {name} any more: {error}") from error
+                raise RuntimeStateError(f"{name} has ended: {error}") from error
         return self._handles[name]
 
 
@@ -394,7 +394,7 @@ class _Watch:
         now = time.monotonic()
         self._silent = self._silent or now
         if now - self._silent > _RECONNECT:
-            raise Gone(f"Ray's head at {self._site.address} does not answer any more")
+            raise Gone(f"Ray's head at {self._site.address} no longer answers")
 
 
 class Link:
