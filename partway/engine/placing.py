@@ -331,7 +331,8 @@ class Launched:
         every = watch().look_every = compiled.context.look_every
         if self.processes == 1:
             return None
-        own_ledger = ledger_of(tuple(compiled.mesh.ranks))
+        among = tuple(compiled.mesh.ranks)
+        own_ledger = ledger_of(among)
         inputs = [p for p in compiled.local.inputs if p.port.role is Role.INPUT]
         wholes = [i for i, p in enumerate(inputs) if p.port.name not in own]
         shared = [
@@ -348,7 +349,7 @@ class Launched:
             if every is not None:
                 call = next(calls)
                 copies, whole = in_turn(held, call, every)
-                note(copies, f"call {call} of {name}", call, whole)
+                note(copies, f"call {call} of {name}", call, whole, among)
 
         return observe
 

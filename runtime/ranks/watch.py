@@ -366,11 +366,16 @@ class Watch:
         """The keys of the `n`-th meeting of `ranks`."""
         return f"{n}" if len(ranks) == self.size else f"{','.join(map(str, ranks))}/{n}"
 
+    def next_meeting(self, among: Sequence[int] | None = None) -> str:
+        """The keys of the next meeting of all ranks, or of the ranks `among`."""
+        ranks = self._among(among)
+        return self._key(ranks, self._meetings.get(ranks, 0))
+
     def part(self, among: Sequence[int] | None = None) -> None:
         """After a meeting that failed: stay until all have heard of it, since the store may go with this process."""
         ranks = self._among(among)
         with suppress(RuntimeError):
-            key = self._key(ranks, self._meetings.get(ranks, 0))
+            key = self.next_meeting(among)
             self._store.set(f"parted/{key}/{self.rank}", "")
             end = time.monotonic() + _ANSWER
             while self.rank == ranks[0] and time.monotonic() < end:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..ranks.ledger import Ledger
-from ..ranks.replicas import in_turn, ledger_on, note, settings_of
+from ..ranks.replicas import in_turn, ledger_of, note, ranks_of, settings_of
 from ..ranks.watch import Watch, comparing
 from .replaced import current
 from .split_tensor import placed_like
@@ -81,14 +80,15 @@ def _after_load(optimizer: torch.optim.Optimizer) -> None:
     """States that are split are in no other rank."""
     known = _known[optimizer]
     if known.names and comparing() is not None:
-        _ledger(known).settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
+        ledger_of(_among(known)).settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
 
 
 def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
     """Tell the ledger what the optimizer is about to step with."""
     own.check()
     assert own.look_every is not None
-    where, ledger = f"step {known.steps} of {type(optimizer).__name__}", _ledger(known)
+    among = _among(known)
+    where, ledger = f"step {known.steps} of {type(optimizer).__name__}", ledger_of(among)
     ledger.settings(type(optimizer).__qualname__, f"{where}: its class")
     for setting, values in settings_of(optimizer.param_groups).items():
         ledger.settings(values, f"{where}: {setting}")
@@ -97,13 +97,13 @@ def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
     for name, parameter in parameters:
         held = {"the gradient": parameter.grad, **optimizer.state.get(parameter, {})}
         copies = ((f"{what} of {name}", kept) for what, kept in held.items() if isinstance(kept, Tensor))
-        note(copies, where, known.steps, whole)
+        note(copies, where, known.steps, whole, among)
 
 
-def _ledger(known: _Known) -> Ledger:
-    """That of the ranks on whose mesh the parameters are."""
+def _among(known: _Known) -> tuple[int, ...]:
+    """The ranks on whose mesh its parameters are."""
     parameter: Any = known.names[0][1]
-    return ledger_on(parameter.device_mesh)
+    return ranks_of(parameter.device_mesh)
 
 
 def _kept(gradient: Tensor | None) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ...propagation.torch_internals import OpOverloadPacket, schema_of, tree_leaves, tree_map
 from ...strategy.cut import Cut
 from ...strategy.errors import RuntimeStateError
-from ..ranks.replicas import ledger_on
+from ..ranks.replicas import ledger_of, ranks_of
 from ..ranks.watch import comparing
 from ..torch_internals import in_backward, is_documented, local_part_of, spec_of
 from .gather import exchange, gather
@@ -70,7 +70,7 @@ def tell_of_write(
     if split is not None:
         shape = tuple(first.shape) if isinstance(first, Tensor) else (len(first),)
         numbers = (_number(value) for value in (*args, *kwargs.values()))
-        ledger_on(split.mesh).writes((op, shape, *(number for number in numbers if number is not None)))
+        ledger_of(ranks_of(split.mesh)).writes((op, shape, *(number for number in numbers if number is not None)))
 
 
 def _has_parts(spec: Any) -> bool:

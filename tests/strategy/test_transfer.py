@@ -45,9 +45,7 @@ def test_a_rank_that_is_on_both_meshes_keeps_what_it_has():
 
 
 def test_partial_sums_are_reduced_before_they_go():
-    with pytest.raises(
-        StrategyError, match=r"partial sums \(\[tp:P\]\) cannot go to another mesh \(tp=2 on"
-    ):
+    with pytest.raises(StrategyError, match=r"partial sums \(\[tp:P\]\) cannot go to another mesh \(tp=2 on"):
         transfers(Layout(FIRST, (Partial(),)), Layout(SECOND, (Replicate(),)), (4, 2))
 
 
