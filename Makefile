@@ -34,7 +34,7 @@ help:
 	@echo 'make test-long    run the others'
 	@echo 'make test-kits    run the tests of kits/'
 	@echo 'make canaries     make a fault of each class, and see that make test fails'
-	@echo 'make check        ruff, mypy --strict and the import layers'
+	@echo 'make check        ruff, mypy --strict, pyright and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
 	@echo 'make conformance  run the slow tests, and the random ones with more examples'
 	@echo 'make conformance-k8s  run jobs on a real API server of Kubernetes'
@@ -133,12 +133,15 @@ docs: $(STAMP)
 docs-serve: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+# Pyright comes from npm, where that is installed.
+PYRIGHT ?= 1.1.414
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p partway
 	$(BIN)/mypy tests/types/uses.py
 	PYTHONPATH=. $(BIN)/lint-imports
+	@if command -v npx >/dev/null; then npx --yes pyright@$(PYRIGHT) --pythonpath $(BIN)/python; else echo 'pyright is skipped: there is no npx'; fi
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

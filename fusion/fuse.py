@@ -202,7 +202,7 @@ class _Outlook:
         self.members, self.nodes = grouping.members[kind], grouping.nodes[kind]
         self.weights = is_gather(kind)
 
-    @cached_property
+    @property
     def costs(self) -> Costs:
         """For each key the seconds of an empty message, and of each byte."""
         works = [self.grouping.work[node] for node in self.nodes]

@@ -38,23 +38,29 @@ class Outlook(Protocol):
     @property
     def members(self) -> Sequence[Member]:
         """The members to be grouped."""
+        ...
 
     @property
     def weights(self) -> bool:
         """Whether they gather weights; otherwise they reduce gradients."""
+        ...
 
     @property
     def costs(self) -> Mapping[Key, tuple[float, float]]:
         """For each key the seconds of an empty message, and of each byte."""
+        ...
 
     def seconds(self, groups: Groups) -> float:
         """How long the graph takes with `groups`."""
+        ...
 
     def offers(self) -> Offers:
         """When gradients are ready, and what else runs."""
+        ...
 
     def first_uses(self) -> Sequence[float]:
         """When each weight is first used if nothing waits for it, in seconds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

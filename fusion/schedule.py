@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..propagation.cost.cost import collective_cost, operator_seconds
@@ -398,7 +399,7 @@ class Meter:
         if len(operands(node)) < 2 or is_pointwise(node.target):
             return 0
         shapes = tuple((tuple(t.shape), t.dtype) for o in node.all_input_nodes for t in _tensors(self.values[o]))
-        key = node.target, shapes, repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
+        key = node.target, shapes, repr(map_arg((node.args, node.kwargs), lambda _: None))
         if key not in self._flops:
             self._flops[key] = self._count(node)
         return self._flops[key]
@@ -407,7 +408,7 @@ class Meter:
         counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
         with FakeTensorMode(), torch.no_grad():
             like = {operand: _fresh(self.values[operand]) for operand in node.all_input_nodes}
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), like.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), like.__getitem__)
             with counter:
                 node.target(*args, **kwargs)  # type: ignore[operator]
         return counter.get_total_flops()
@@ -432,7 +433,7 @@ def _values(graph: fx.Graph) -> dict[fx.Node, Any]:
         elif node.op == "get_attr":
             values[node] = getattr(graph.owning_module, str(node.target))
         elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
     return values
 

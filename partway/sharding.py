@@ -127,7 +127,16 @@ def shard(
     nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
     request = Request(
-        in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference, dynamic
+        in_strategy=in_strategy,
+        out_strategy=out_strategy,
+        parameter_plan=parameter_plan,
+        mesh=mesh,
+        device=device,
+        level=level,
+        module_plan=module_plan,
+        plan=plan,
+        inference=inference,
+        dynamic=dynamic,
     )
     if fn is None:
         return functools.partial(_shard, request=request)
@@ -157,7 +166,8 @@ def _shard(fn: Any, request: Request) -> Any:
         return fn
     if request.parameter_plan:
         raise StrategyError("parameter_plan needs an nn.Module; annotate a function's arguments with in_strategy")
-    return ShardedFunction(fn if before is None else before.fn, request)
+    original: Any = fn if before is None else before.fn
+    return ShardedFunction(original, request)
 
 
 def _check_names(module: torch.nn.Module) -> None:

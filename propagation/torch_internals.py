@@ -348,7 +348,7 @@ def compiled_when_run() -> contextlib.AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def steps_of_layers() -> Mapping[Any, Callable[..., Any]]:
     """What PyTorch writes recurrent layers as, in operators of their steps."""
     aten = torch.ops.aten

@@ -28,9 +28,7 @@ from .executors.issue import ISSUERS, Scratch, Seat, as_bytes
 from .groups import ledger_name, place, process_group
 from .launching.process import device_type
 from .ranks.watch import failed_in, watch
-
-_scratch = Scratch()
-
+from .ranks.world import of_world
 
 # -- A call
 
@@ -50,12 +48,23 @@ class _Call:
 
     def seat(self) -> Seat:
         """This rank in its group."""
-        return Seat(self.group, self.position, _scratch)
+        return Seat(self.group, self.position, of_world(Scratch))
 
     def relayout(self, source: Placement, target: Placement, what: Kind | None = None) -> Relayout:
         """It as an instruction of a program."""
         what = what or kind(source, target)
-        return Relayout(what, source, target, self.axes, self.size, "by hand", (0,), False, (False,), (False,))
+        return Relayout(
+            kind=what,
+            source=source,
+            target=target,
+            axes=self.axes,
+            size=self.size,
+            phase="by hand",
+            tags=(0,),
+            grouped=False,
+            owned=(False,),
+            private=(False,),
+        )
 
     def converted(self, x: Tensor, source: Placement, target: Placement) -> Tensor:
         """What a conversion makes of this rank's `x`."""
@@ -103,7 +112,7 @@ class _Call:
 
 def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function of a call and the operator's arguments the kernel of `operator`."""
-    name = operator.name().removeprefix("partway::")
+    name: str = operator.name().removeprefix("partway::")
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(x: Any, *arguments: Any) -> Any:

@@ -22,6 +22,7 @@ from ..strategy.torch_mesh import check_ranks, new_group, own_group
 from .launching.process import launched
 from .ranks.agreement import Fact, agreement
 from .ranks.watch import failed_in, watch
+from .ranks.world import of_world
 from .torch_internals import process_group_named, timeout_of
 
 WORLD = "world"  # the axis of all ranks, where no mesh was set
@@ -57,13 +58,8 @@ def _world() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-_current: list[_Groups] = []
-
-
 def _groups() -> _Groups:
-    if not _current or _current[0].world is not _world():
-        _current[:] = [_Groups()]
-    return _current[0]
+    return of_world(_Groups)
 
 
 def set_mesh(mesh: Mesh | None) -> None:

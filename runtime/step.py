@@ -219,9 +219,8 @@ class CompiledStep:
         placed, shared = backward.placed, backward.shared
         if kept:
             ready = [i not in kept for i in arriving]
-            arriving, values, placed, shared = (
-                list(itertools.compress(every, ready)) for every in (arriving, values, placed, shared)
-            )
+            arriving, values = [*itertools.compress(arriving, ready)], [*itertools.compress(values, ready)]
+            placed, shared = [*itertools.compress(placed, ready)], [*itertools.compress(shared, ready)]
         results: list[Tensor | None] = [None] * len(primals)
         for i, gradient in zip(arriving, self.executor.leave(values, placed, shared), strict=True):
             results[i] = gradient_of(primals[i], gradient)

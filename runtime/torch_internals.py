@@ -64,6 +64,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C import _disabled_torch_function_impl as as_object
+from torch._C import _distributed_c10d
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -111,9 +112,9 @@ Hooks = tuple[Any, Any]
 # Whether operators ask the __torch_dispatch__ of a subclass of DTensor; until 2.11 they took it for a DTensor
 # (pytorch/pytorch#177716).
 ASKS_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim
-process_group_named: Callable[[str], Any] = torch._C._distributed_c10d._resolve_process_group  # type: ignore[assignment]
-remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim
+add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage] # on purpose
+process_group_named: Callable[[str], Any] = _distributed_c10d._resolve_process_group  # type: ignore[assignment]
+remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage] # on purpose
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
@@ -225,7 +226,7 @@ def _batched_at(level: int, tensors: Sequence[Tensor]) -> bool:
 def flight_record(entries: bool = True, under_way: bool = False) -> dict[str, Any]:
     """What PyTorch has recorded of NCCL's collectives: how many each group has been given and has done and, with
     `entries`, one for each of the last ones, or of those alone that are `under_way`."""
-    record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    record = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     if record is None:
         return {"pg_config": {}, "pg_status": {}}
     return json.loads(record(entries, under_way))  # type: ignore[no-any-return]

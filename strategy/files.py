@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from pydantic import ValidationError
 
 from .errors import StrategyError, shown
 
+fcntl: ModuleType | None
 try:
     import fcntl
 except ImportError:  # Windows: what a kill leaves aside stays there
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 _ASIDE = re.compile(r"\..*\.[0-9a-f]{12}\.partway", re.DOTALL)  # no file of another program has such a name
 FOREIGN = "it is there already, and Partway did not write it; give another path, or remove it"
@@ -209,7 +211,7 @@ def naming(path: str | PathLike[str]) -> Iterator[None]:
 @contextmanager
 def held(folder: str | PathLike[str]) -> Iterator[bool]:
     """Hold the lock of a folder. Gives False where another process holds it; a file system without locks gives True."""
-    if not hasattr(fcntl, "flock"):
+    if fcntl is None:
         yield True
         return
     number = os.open(folder, os.O_RDONLY)
@@ -221,10 +223,12 @@ def held(folder: str | PathLike[str]) -> Iterator[bool]:
 
 def _lock(number: int) -> bool | None:
     """Lock an open file until it is closed. None: another process has locked it; False: this system has no locks."""
+    if fcntl is None:
+        return False
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
-    except (OSError, AttributeError):  # None has no flock
+    except OSError:
         return False
     return True

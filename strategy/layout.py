@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from .cut import Cut
 from .errors import StrategyError, shown
@@ -154,7 +154,7 @@ def _slices(of: Layout, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
     return tuple(slices)
 
 
-@cache
+@lru_cache(maxsize=2**20)
 def layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
     """The interned Layout with these placements."""
     return Layout(mesh, placements)

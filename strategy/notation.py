@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .errors import Problem, StrategyError, raise_problems
@@ -158,7 +158,7 @@ def from_dtensor(placements: Sequence[Any], mesh: Mesh, ndim: int) -> Layout:
     return layout(mesh, tuple(one for one in ours if not isinstance(one, Problem)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=65536)
 def to_dtensor(layout: Layout) -> tuple[TorchPlacement, ...]:
     """The torch.distributed.tensor placements of `layout`. Raises StrategyError for Broadcast, which DTensor lacks."""
     from torch.distributed import tensor as dt
@@ -261,7 +261,7 @@ def can_write(sizes: Sequence[int], counts: Sequence[int]) -> bool:
     return next(_assignments(tuple(sizes), tuple(counts)), None) is not None
 
 
-@cache
+@lru_cache(maxsize=65536)
 def layouts_of_counts(mesh: Mesh, counts: tuple[int, ...]) -> tuple[Layout, ...]:
     """Every layout on `mesh` that splits the dims into `counts` parts; unused axes, and those of size 1, replicate."""
     return tuple(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from .errors import StrategyError, shown
 from .mesh import Mesh
 from .suggest import did_you_mean, there_are
+from .under_way import meanwhile, under_way
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,37 +109,21 @@ class Place:
         return self.mesh.position(self.rank, *axes)
 
 
-_manual: ContextVar[Place | None] = ContextVar("manual", default=None)
-
-
 def manual_place() -> Place | None:
     """The place of the rank whose manual function is traced right now; None outside of manual functions."""
-    return _manual.get()
+    return under_way().manual
 
 
-@contextmanager
-def placed(place: Place) -> Iterator[None]:
+def placed(place: Place) -> AbstractContextManager[None]:
     """A block in which a manual function is traced for the rank at `place`."""
-    token = _manual.set(place)
-    try:
-        yield
-    finally:
-        _manual.reset(token)
-
-
-_mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+    return meanwhile(manual=place)
 
 
 def surrounding_mesh() -> Mesh | None:
     """The mesh of the function that is captured right now, where it is known by then."""
-    return _mesh.get()
+    return under_way().mesh
 
 
-@contextmanager
-def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+def on_mesh(mesh: Mesh | None) -> AbstractContextManager[None]:
     """A block in which a function is captured that is planned on `mesh`."""
-    token = _mesh.set(mesh)
-    try:
-        yield
-    finally:
-        _mesh.reset(token)
+    return meanwhile(mesh=mesh)

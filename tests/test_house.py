@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
+import itertools
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import state
 import tiers
 from sources import functions_of, sources, tree_of
 
 TESTS = Path(__file__).parent
+CHECKOUT = Path(os.environ.get("PARTWAY_CHECKOUT", TESTS.parent))
 
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
@@ -29,6 +34,9 @@ models/test_accumulation.py                      runtime/executors: waiting; pro
 runtime/test_actions.py                          runtime/executors: couriers
 api/ops/test_operators.py                        runtime: by_hand
 api/ops/test_groups.py                           runtime: groups
+runtime/launching/test_security.py               runtime/launching: job
+runtime/tensors/test_replaced.py                 runtime/tensors: tracked
+runtime/ranks/test_watch.py                      runtime/ranks: world
 api/test_bad_input.py                            partway/requests: request shardable
 api/test_bad_input.py                            partway/annotations: argument_names statements
 api/options/test_context.py                      partway/options: algo base fields in_force parallel refusals
@@ -70,6 +78,7 @@ strategy/test_notation.py                        strategy: choice
 test_layers.py                                   strategy: kits
 strategy/test_validate.py                        strategy: errors
 models/test_interrupts.py                        strategy: afterwards
+api/engine/test_threads.py                       strategy: under_way
 models/test_hooks.py                             propagation/capture/hooks: backward_hooks hook_kinds hooks module_hooks
 propagation/capture/test_capture.py              propagation/capture/rewrites: cleanup overlap
 propagation/capture/test_capture.py              propagation/capture/export: failures stand_ins tracing
@@ -80,7 +89,7 @@ models/test_numbers.py                           propagation/capture/rewrites: c
 models/test_numbers.py                           propagation/capture/export: numbers
 propagation/capture/rewrites/test_control_flow.py propagation/ops/python: functions
 propagation/ops/test_indexing.py                 propagation/ops: cross_entropy
-propagation/rules/test_table.py                  propagation/ops: ctc dtypes padded_convolution registration
+propagation/rules/test_table.py                  propagation/ops: ctc dtypes keyed padded_convolution registration
 propagation/rules/test_table.py                  propagation/ops/python: hooked
 propagation/rules/test_table.py                  propagation/rules/tensors: along fourier hooks linear_algebra pointwise
 propagation/rules/test_table.py                  propagation/rules: builder dims row
@@ -200,6 +209,109 @@ def undocumented(path: Path) -> Iterator[str]:
 
 def test_all_that_is_public_has_a_docstring() -> None:
     assert [f"{module}: {name}" for module, path in MODULES.items() for name in undocumented(path)] == []
+
+
+# -- State
+
+
+def listed_state() -> dict[str, frozenset[str]]:
+    """What CONTRIBUTING.md lists, by module."""
+    text = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = itertools.dropwhile(lambda line: not line.startswith("| state of the process"), text.splitlines())
+    cells = [line.split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), rows)][2:]
+    return {where.strip(" `"): frozenset(names.strip(" `").split("`, `")) for _, names, where, *_ in cells}
+
+
+def test_state_is_where_contributing_lists_it_and_in_ten_modules_at_most() -> None:
+    found, listed = [
+        {f"{module}: {name}" for module, names in kept.items() for name in names}
+        for kept in (state.state(), listed_state())
+    ]
+    assert sorted(found - listed) == []
+    assert sorted(listed - found) == []  # they are gone
+    assert len(listed_state()) <= 10
+
+
+def test_a_cache_has_a_bound() -> None:
+    assert [f"{module}: {name}" for module, path in state.CORE.items() for name in state.unbounded_caches(path)] == []
+
+
+def test_state_of_every_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "planted.py"
+    source.write_text(PLANTED)
+    monkeypatch.setitem(state.CORE, "partway/planted.py", source)
+    spec = importlib.util.spec_from_file_location("partway.planted", source)
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    monkeypatch.setitem(sys.modules, "partway.planted", planted)
+    assert state.state()["partway/planted.py"] == {"added", "count", "field", "kept", "lock", "number", "own", "scope"}
+    assert [*state.unbounded_caches(source)] == ["cached", "forever", "also = functools.cache(print)"]
+
+
+PLANTED = """
+import functools, itertools, threading
+from contextvars import ContextVar
+class Own:
+    def __init__(self): self.value = 0
+class Nothing: pass
+constant, table, nothing = {1: 2}, [3], Nothing()
+added, kept, number, own, field = [], {}, 0, Own(), Nothing()
+count, lock, scope = itertools.count(), threading.Lock(), ContextVar("scope")
+for i in range(3): table.append(i)
+def write(constant):
+    global number
+    number += 1
+    constant[0] = table[0]
+    added.append(1)
+    kept[0] = 1
+    field.value = 1
+@functools.cache
+def cached(): pass
+@functools.lru_cache(maxsize=None)
+def forever(): pass
+@functools.lru_cache(maxsize=4)
+def bounded():
+    @functools.cache
+    def inner(): pass
+also = functools.cache(print)
+"""
+
+
+# -- Statements that are hard to read
+
+
+def test_an_object_changes_its_class_in_few_places() -> None:
+    """Where users hold the object already: a module that is sharded, a parameter that is replaced, a DTensor of theirs,
+    a hook of torch.nn.utils."""
+    places = [
+        module
+        for module, path in state.CORE.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+    ]
+    assert sorted(places) == [
+        "partway/sharding.py",
+        "propagation/capture/hooks/resting_hooks.py",
+        "runtime/tensors/replaced.py",
+        "runtime/tensors/split_tensor.py",
+    ]
+
+
+MOST_BY_POSITION = 9
+
+
+def test_no_call_has_so_many_arguments_by_position_that_a_reader_has_to_count() -> None:
+    """A call with a starred argument has a number that the text does not say."""
+    calls = [
+        f"{module}:{node.lineno}: {ast.unparse(node.func)} has {len(node.args)}"
+        for module, path in MODULES.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION
+        if not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+    assert calls == []
 
 
 def test_what_is_long_is_there() -> None:

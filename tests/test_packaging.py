@@ -52,6 +52,11 @@ def test_the_stages_and_kits_are_linked_to() -> None:
     }
 
 
+def test_pyright_reads_every_link() -> None:
+    """It follows none by itself, and says nothing of what it does not read."""
+    assert set(PROJECT["tool"]["pyright"]["include"]) == {"partway", *(f"partway/{name}" for name in (*STAGES, *KITS))}
+
+
 @pytest.mark.parametrize("package", PROJECT["tool"]["setuptools"]["package-data"])
 def test_every_data_file_of_the_table_is_installed(package: str) -> None:
     for pattern in PROJECT["tool"]["setuptools"]["package-data"][package]:

@@ -153,13 +153,12 @@ class Recorder(Exact):
         result = (
             self._collective(operator, args) if meets else super().__torch_dispatch__(operator, types, args, kwargs)
         )
-        about = (axes_of(operator, args), _reduction(operator, args)) if meets else ()
+        axes, reduction = (axes_of(operator, args), _reduction(operator, args)) if meets else ((), "")
         if state is not None and (kwargs.get("generator") or not torch.equal(state, torch.get_rng_state())):
             self.drawn.append(line)
         for tensor in tensors_in(result):
-            self._note(
-                TensorRecord(str(operator), line, backward, inside, operands, tensor.detach().clone(), *about), tensor
-            )
+            value = tensor.detach().clone()
+            self._note(TensorRecord(str(operator), line, backward, inside, operands, value, axes, reduction), tensor)
         return result
 
     def _note(self, record: TensorRecord, tensor: Tensor) -> None:

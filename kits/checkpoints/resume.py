@@ -82,7 +82,8 @@ class Resume:
                 raise RuntimeStateError(f"{name} has no state_dict() and load_state_dict() to go on with; {fix}")
         self.path, self.every, self.keep, self.asynchronous = Path(path), every, keep, asynchronous
         self.step = self.epoch = 0
-        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._model, self._optimizer = model, optimizer
+        self._loader: Any = loader
         _check_generators(loader)
         self.resumed = Ranks().first(f"look for a checkpoint in {path}", self._is_there)
         self._saved, self._within = -1, self.resumed

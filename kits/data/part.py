@@ -122,14 +122,14 @@ def part_of(strategy: Any, rank: int | None = None, *, mesh: Any = None, devices
     split = [count for count in counts if count > 1]
     # every split that these devices can make divides such a shape: what is checked here is what was written
     shape = (total * math.prod(counts),) * ndim
-    layouts = parse(strategy, own_mesh or Mesh.flat(total), shape).layouts(shape)
-    if len(layouts) > 1 or (own_mesh is None and (len(split) > 1 or math.prod(split) not in (1, total))):
+    layout, *others = parse(strategy, own_mesh or Mesh.flat(total), shape).layouts(shape)
+    if others or (own_mesh is None and (len(split) > 1 or math.prod(split) not in (1, total))):
         fix = "write axis names instead of the counts" if own_mesh else "pass the mesh that shard was given, as mesh="
         raise StrategyError(
             f"which part of {shown(strategy)} each rank of {total} holds is chosen with the plan; {fix}, or "
             "ask the plan: planned_part(model)"
         )
-    return _held(layouts[0], ndim, rank)
+    return _held(layout, ndim, rank)
 
 
 def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) -> Part:

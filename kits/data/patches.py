@@ -97,11 +97,12 @@ class SlicePatches:
         shape = (height, width, *image.shape[2:])
         if isinstance(image, torch.Tensor):
             padded = image.new_full(shape, self.fill_value)
-        else:
-            check_fill(self.fill_value, image.dtype)
-            padded = np.full(shape, self.fill_value, image.dtype)
-        padded[: image.shape[0], : image.shape[1]] = image
-        return padded
+            padded[: image.shape[0], : image.shape[1]] = image
+            return padded
+        check_fill(self.fill_value, image.dtype)
+        filled = np.full(shape, self.fill_value, image.dtype)
+        filled[: image.shape[0], : image.shape[1]] = image
+        return filled
 
     def __repr__(self) -> str:
         return f"SlicePatches({self.num_height}, {self.num_width}, {self.slice_mode}, {self.fill_value})"

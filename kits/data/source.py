@@ -28,6 +28,7 @@ class Source(Protocol):
 
     def read(self, block: Window) -> NDArray[Any]:
         """The pixels of `block`, which lies inside the image."""
+        ...
 
     def close(self) -> None:
         """Close the file."""

@@ -13,11 +13,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 
 import webdataset as wds
 from torch.utils.data import get_worker_info
+from webdataset.gopen import gopen
 
 from partway.data.epoch import Epoch
 from partway.data.random_views import draws
@@ -101,8 +102,8 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         extension; others by your own functions, which take an extension and bytes, and come first. As WebDataset's, but
         nothing in a shard is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError."""
         decoder = Decoder(handlers, post, pre=pre, only=only, partial=partial)
-        decoded: GroupedWebDataset = self.map(decoder, **({} if handler is None else {"handler": handler}))
-        return decoded
+        decoded: Any = self.map(decoder, **({} if handler is None else {"handler": handler}))  # of the class of self
+        return cast("GroupedWebDataset", decoded)
 
     def xdecode(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: it unpickles what is in shards."""
@@ -214,7 +215,7 @@ def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Each shard with its stream, which is closed when the next one is opened, or when an epoch ends in it."""
     for shard in shards:
         try:
-            stream = wds.gopen(shard["url"])
+            stream = gopen(shard["url"])
         except (OSError, ValueError) as error:
             raise DataError(f"the shard {shard['url']!r} cannot be opened: {error}") from error
         with stream:

@@ -56,11 +56,12 @@ class Window(NamedTuple):
 
 def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
     """Whether `value` is an int of `least` or more, and not a bool."""
-    number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return number and (least is None or int(value) >= least)  # type: ignore[call-overload]
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return least is None or int(value) >= least
 
 
-def pair(name: str, value: object, *, least: int) -> tuple[int, int]:
+def pair(name: str, value: Any, *, least: int) -> tuple[int, int]:
     """`value` for height and width: itself twice, or a pair. Raises DataError, naming it, for anything else."""
     both = value if isinstance(value, tuple | list) else (value, value)
     if len(both) != 2 or not all(is_int(one, least) for one in both):

@@ -311,9 +311,20 @@ def _opened(rank: int, found: Launch, versions: str) -> tuple[_AnsweringDoor | N
     names = {value: name for name, value in there.items()}
     interface = "lo" if interfaces.is_loopback(address) else names.get(address, "an interface without a known name")
     return door, RankCard(
-        rank, socket.gethostname(), interfaces.place(), os.getpid(), address, interface, int(port), towards,
-        names.get(towards, ""), token, versions, os.environ.get(_INTERFACE, ""), wrong,
-    )  # fmt: skip
+        rank=rank,
+        host=socket.gethostname(),
+        place=interfaces.place(),
+        process=os.getpid(),
+        address=address,
+        interface=interface,
+        port=int(port),
+        towards=towards,
+        by=names.get(towards, ""),
+        token=token,
+        versions=versions,
+        asked=os.environ.get(_INTERFACE, ""),
+        wrong=wrong,
+    )
 
 
 def _listens_at(there: Mapping[str, str]) -> tuple[int, str, str]:

@@ -52,7 +52,8 @@ class PartwayStrategy(SingleDeviceStrategy):
         if launched() and torchmetrics is not None and self.lightning_module is not None:
             for module in self.lightning_module.modules():
                 if isinstance(module, torchmetrics.Metric):
-                    module.sync_on_compute = False
+                    metric: Any = module
+                    metric.sync_on_compute = False
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes."""

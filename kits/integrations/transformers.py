@@ -25,6 +25,8 @@ _STATE = "partway"  # the folder of a checkpoint with the optimizer's state
 class Trainer(transformers.Trainer):
     """A Trainer whose model may be sharded."""
 
+    optimizer: Any  # accelerate's stand-in for DeepSpeed's is none of PyTorch's, and comes with DeepSpeed alone
+
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; then it is one for sharded models."""
         super().create_accelerator_and_postprocess()

@@ -182,7 +182,7 @@ def _overlap(whole: Tensor, a: Tensor, products: int, alone: float, computing: f
     ended: list[float] = []
     wait_for(device)
     start = time.perf_counter()
-    work = dist.all_reduce(whole, async_op=True)
+    work: Any = dist.all_reduce(whole, async_op=True)
     work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
     for _ in range(products):
         torch.mm(a, a)

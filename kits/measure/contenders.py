@@ -93,9 +93,10 @@ def ours(
     Unless `batch_norm_parts` says otherwise, each part has its own batch statistics, as with DDP."""
     if work.own_statistics:
         options = {"batch_norm_parts": split, **options}
+    given: dict[str, Any] = {**(arguments or {})}
     whole = work.tensors(work.each * split, dtype, device)
     with auto_parallel_context(**options):
-        model: Any = shard(work.model(dtype, device), **(arguments or {}))
+        model: Any = shard(work.model(dtype, device), **given)
     return Contender(
         name,
         model,

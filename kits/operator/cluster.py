@@ -167,7 +167,7 @@ class Cluster:
                 return None
             raise
 
-    def status_of(self, error: Exception) -> int | None:
+    def status_of(self, error: Any) -> int | None:
         """With what status the API server has refused something; None if `error` is something else."""
         return error.status if isinstance(error, self._client.ApiException) else None
 

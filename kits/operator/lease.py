@@ -34,6 +34,7 @@ class _Lock:
 
     def get(self, name: str, namespace: str) -> tuple[bool, Any]:
         """Whether it is there, and its record or the error."""
+        found: Any
         try:
             there, found = self._lock.get(name, namespace)
         except Exception as error:

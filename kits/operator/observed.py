@@ -65,11 +65,18 @@ class Pod:
         is_ready = conditions["Ready"]["status"] == "True" if "Ready" in conditions else bool(own.get("ready"))
         phase = status.get("phase") or "Pending"
         return cls(
-            metadata["name"], metadata["uid"], role, int(labels[INDEX]), labels.get(ATTEMPT, ""), phase, is_ready,
-            ended.get("exitCode") if phase in ("Succeeded", "Failed") else None,
-            seconds_of(ended.get("finishedAt")) or 0.0, _trouble(containers, conditions, status, phase),
-            metadata.get("deletionTimestamp") is not None,
-        )  # fmt: skip
+            name=metadata["name"],
+            uid=metadata["uid"],
+            role=role,
+            index=int(labels[INDEX]),
+            attempt=labels.get(ATTEMPT, ""),
+            phase=phase,
+            ready=is_ready,
+            code=ended.get("exitCode") if phase in ("Succeeded", "Failed") else None,
+            finished=seconds_of(ended.get("finishedAt")) or 0.0,
+            trouble=_trouble(containers, conditions, status, phase),
+            deleted=metadata.get("deletionTimestamp") is not None,
+        )
 
 
 def _trouble(containers: Any, conditions: Any, status: Any, phase: str) -> str:
@@ -156,19 +163,31 @@ class Status:
         """That of an object of the API."""
         kept = status or {}
         return cls(
-            kept.get("phase", ""), kept.get("ready", ""), kept.get("observedGeneration", 0),
-            seconds_of(kept.get("startTime")), seconds_of(kept.get("completionTime")),
-            seconds_of(kept.get("lastRestartTime")), kept.get("restarts", 0), kept.get("attempt", 0),
-            dict(kept.get("attempts") or {}), kept.get("complete", False), kept.get("size", 0),
-            kept.get("selector", ""), kept.get("secret", ""), kept.get("replicaStatuses") or {},
-            tuple(
+            phase=kept.get("phase", ""),
+            ready=kept.get("ready", ""),
+            generation=kept.get("observedGeneration", 0),
+            start=seconds_of(kept.get("startTime")),
+            end=seconds_of(kept.get("completionTime")),
+            restarted=seconds_of(kept.get("lastRestartTime")),
+            restarts=kept.get("restarts", 0),
+            attempt=kept.get("attempt", 0),
+            attempts=dict(kept.get("attempts") or {}),
+            complete=kept.get("complete", False),
+            size=kept.get("size", 0),
+            selector=kept.get("selector", ""),
+            secret=kept.get("secret", ""),
+            replicas=kept.get("replicaStatuses") or {},
+            conditions=tuple(
                 Condition(
-                    each["type"], each["status"] == "True", each.get("reason", ""), each.get("message", ""),
+                    each["type"],
+                    each["status"] == "True",
+                    each.get("reason", ""),
+                    each.get("message", ""),
                     seconds_of(each.get("lastTransitionTime")) or 0.0,
                 )
                 for each in kept.get("conditions") or ()
             ),
-        )  # fmt: skip
+        )
 
     def to_api(self) -> dict[str, Any]:
         """As an object of the API has it."""

@@ -26,6 +26,7 @@ class Response(Protocol):
 
     def stream(self, amt: int | None, decode_content: bool) -> Iterator[bytes]:
         """The body as it comes."""
+        ...
 
     def close(self) -> None:
         """Close the connection."""

@@ -287,19 +287,20 @@ def _bytes_of(states: dict[str, Any]) -> bytes:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group, as numbers and texts."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in group.items():
         if name == "params":
             continue
         if isinstance(value, Tensor):
             value = value.item()
-        plain = value is None or isinstance(value, bool | int | float | str)
-        pair = isinstance(value, tuple | list) and all(
+        if value is None or isinstance(value, bool | int | float | str):
+            found[name] = value
+        elif isinstance(value, tuple | list) and all(
             each is None or isinstance(each, bool | int | float) for each in value
-        )
-        if not (plain or pair):
+        ):
+            found[name] = list(value)
+        else:
             raise RuntimeStateError(f"{name} of the optimizer is {shown(value)}; the servers take numbers and texts")
-        found[name] = list(value) if pair else value
     return found
 
 

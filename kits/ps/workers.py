@@ -27,9 +27,11 @@ class Parameters(Protocol):
 
     def whole(self) -> list[Tensor]:
         """Whole tensors, into which the process that speaks puts what it gets."""
+        ...
 
     def gradient(self, index: int) -> Tensor | None:
         """The whole gradient of one."""
+        ...
 
     def spread(self, indices: Sequence[int]) -> None:
         """Give the parameters what the whole tensors have."""
@@ -39,6 +41,7 @@ class Parameters(Protocol):
 
     def tell(self, run: Callable[[], T]) -> T:
         """What `run` gives the process that speaks; where it fails, all raise."""
+        ...
 
 
 def parameters_of(parameters: Sequence[Tensor], tables: Sequence[int]) -> Parameters:

@@ -338,10 +338,20 @@ def plan(
         check_paths({"the plan": save, "the page": html})
         made = planned(
             CommandLine(
-                model, mesh, devices, input or (), in_strategy or (), out_strategy or (), param or (), profile,
-                memory_limit, search_mode, inference, real,
+                model=model,
+                mesh=mesh,
+                devices=devices,
+                inputs=input or (),
+                in_strategy=in_strategy or (),
+                out_strategy=out_strategy or (),
+                parameters=param or (),
+                profile=profile,
+                memory_limit=memory_limit,
+                search_mode=search_mode,
+                inference=inference,
+                real=real,
             )
-        )  # fmt: skip
+        )
         typer.echo(made.table(every=every))
         for path, write in ((save, made.save), (html, made.save_html)):
             if path is not None:

@@ -19,7 +19,7 @@ from partway.propagation.plan.report import text
 from partway.strategy.errors import StrategyError, shown
 from partway.strategy.files import read
 
-_PLAN = ("make_plan", 0)  # a name, and how many of that name come before
+_PLAN: tuple[str, int] = ("make_plan", 0)  # a name, and how many of that name come before
 _NAMED = 6  # operators that a verdict names
 _RANK = re.compile(r"rank_(\d+)(?:\.(\d+))?")
 _WANTED = (

@@ -15,7 +15,6 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -38,6 +37,7 @@ from partway.reuse.libraries import is_installed
 from partway.reuse.portable import NotPortableError, digest
 from partway.reuse.state import State
 from partway.runtime.launching.process import get_group_size, get_rank
+from partway.runtime.tensors.tracked import TRACKED
 
 _SALTED = "._original_object_hash"  # of transformers' GenerationConfig: a hash that each process salts
 # What code gets its values from that another process may find changed.
@@ -46,7 +46,6 @@ _OUTSIDE = frozenset({
     "loadtxt", "memmap", "open", "popen", "read_bytes", "read_text", "urlopen",
 })  # fmt: skip
 _log = logging.getLogger(__name__)
-_digests: WeakKeyDictionary[Any, tuple[State, str]] = WeakKeyDictionary()  # of modules, as they were when captured last
 
 
 def fetch_capture(
@@ -81,7 +80,7 @@ def fetch_capture(
     return files.fetch("capture", capture, dumped, loaded)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def installed() -> str:
     """The packages that are installed, and what devices there are: a library may ask for either."""
     packages = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
@@ -103,7 +102,7 @@ def _content(fn: Callable[..., Any], call: Call) -> tuple[State, str]:
 
 def _state(fn: Callable[..., Any]) -> tuple[State, str]:
     """What `fn` can read, as it is now, and a digest of it."""
-    known = _digests.get(fn) if isinstance(fn, nn.Module) else None
+    known: tuple[State, str] | None = TRACKED.captured.get(fn) if isinstance(fn, nn.Module) else None
     if known is not None and known[0].holds():
         return known
     state = State(fn)
@@ -122,7 +121,7 @@ def _state(fn: Callable[..., Any]) -> tuple[State, str]:
         by_label[label.partition(" (")[0]].append(digest(read))
     found = state, digest({label: sorted(by_label[label]) for label in sorted(by_label)})
     if isinstance(fn, nn.Module):
-        _digests[fn] = found
+        TRACKED.captured[fn] = found
     return found
 
 

@@ -132,18 +132,18 @@ def plan_inputs_of(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanI
     every = rules()
     graph = without_gradients(graph) if call.inference else graph
     return PlanInputs(
-        graph,
-        call.fn,
-        call.request,
-        call.context,
-        call.algo,
-        device_profile(graph, call.request, call.context, call.memory),
-        {node.target: every[node.target] for node in graph.nodes if node.target in every},
-        call.processes,
-        dict(call.parameters),  # as they are now: what is searched again later is the same
-        dict(call.inputs),
-        loaded,
-        _plan_of(graph, call.request.plans),
+        graph=graph,
+        fn=call.fn,
+        request=call.request,
+        context=call.context,
+        algo=call.algo,
+        profile=device_profile(graph, call.request, call.context, call.memory),
+        rules={node.target: every[node.target] for node in graph.nodes if node.target in every},
+        processes=call.processes,
+        parameters=dict(call.parameters),  # as they are now: what is searched again later is the same
+        inputs=dict(call.inputs),
+        loaded=loaded,
+        replayed=_plan_of(graph, call.request.plans),
     )
 
 

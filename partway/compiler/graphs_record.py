@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from partway.propagation.graph.port import Port
 from partway.propagation.graph.printer import calls_in, named, text_of
 from partway.propagation.plan import report
 from partway.propagation.program.accumulate import Accumulation
+from partway.runtime.launching.job import JOB
 from partway.runtime.launching.launchers import launch
 from partway.strategy import RuntimeStateError
 from partway.strategy.files import reason
@@ -36,9 +36,6 @@ HEAD = "partway graphs 2"  # how an index begins
 INDEX, PLAN, ERROR = "index.txt", "plan.json", "error"
 _MAIN = ("trace", "prune", "lower", "make_plan", "fuse", ERROR)  # the passes of level 1
 _LOADED = "loaded from the cache: "
-
-_folders: dict[tuple[int, Path], tuple[Path, Iterator[int]]] = {}  # by process, since a fork has none of its parent's
-_lock = threading.Lock()
 
 
 class Record:
@@ -162,19 +159,16 @@ class StepRecord:
             self._record.left(f"{self._prefix}fuse", lambda: str(made), self._note)
 
 
-_SILENT = Record()
-
-
 def record(name: str) -> Record:
     """What hears the passes of the next call, of a function called `name`, as the environment asks. Raises ContextError
     for variables that mean nothing."""
     if (wanted := asked()) is None or ((rank := _own_rank()) and not wanted.every_rank):
-        return _SILENT
+        return Record()
     try:
         return Record(_call_folder(wanted.folder / f"rank_{rank}", name), wanted.level)
     except OSError as error:
         _warn(wanted.folder, error)
-        return _SILENT
+        return Record()
 
 
 def _own_rank() -> int:
@@ -188,17 +182,17 @@ def _own_rank() -> int:
 
 def _call_folder(path: Path, name: str) -> Path:
     """A new folder for the next call of this process, in one that is at `path` or, where that is taken, beside it."""
-    with _lock:
+    with JOB.lock:
         key = os.getpid(), path
-        if key not in _folders or not _folders[key][0].is_dir():
+        if key not in JOB.folders or not JOB.folders[key][0].is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
             for number in itertools.count():
                 folder = path.with_name(f"{path.name}.{number}") if number else path
                 with suppress(FileExistsError):
                     folder.mkdir()
                     break
-            _folders[key] = folder, itertools.count()
-        folder, numbers = _folders[key]
+            JOB.folders[key] = folder, itertools.count()
+        folder, numbers = JOB.folders[key]
         call = folder / (f"{next(numbers):03d}_" + re.sub(r"[^\w.-]+", "_", name)[:80])
         call.mkdir()
         return call

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
@@ -56,12 +54,11 @@ from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched
 from partway.runtime.torch_internals import forward_level
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
-from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import manual_place
+from partway.strategy.under_way import meanwhile, under_way
 
 _log = logging.getLogger("partway")
-_captured: ContextVar[Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
 
 
 class LastCall(NamedTuple):
@@ -151,7 +148,7 @@ class Engine:
         """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
         original = plain or self.fn
         context = current()
-        if _captured.get() is self:
+        if under_way().planned is self:
             return original(*args, **kwargs)
         if manual_place() is not None:
             raise StrategyError(
@@ -418,17 +415,28 @@ class Engine:
 
         def planned(inference: bool, alike: Compiled | None = None, advised: bool = True) -> Compiled:
             call_inputs = CallInputs(
-                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
-                values, tuple(late), place.memory(first), inference, advised, call.paths,
-            )  # fmt: skip
+                fn=self.fn,
+                args=args,
+                kwargs=kwargs,
+                request=self.request,
+                context=context,
+                algo=current_algo(),
+                processes=place.processes,
+                parameters=self._layouts,
+                inputs=inputs,
+                values=values,
+                late=tuple(late),
+                memory=place.memory(first),
+                inference=inference,
+                advised=advised,
+                numbers=call.paths,
+            )
             compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike, sizes))
             if isinstance(self.fn, torch.nn.Module):
                 self._settle(self.fn, compiled.plan.parameters, place)
             return compiled
 
-        before = _captured.get()
-        with afterwards(lambda: _captured.set(before)):
-            _captured.set(self)
+        with meanwhile(planned=self):
             inference, trained = in_inference(self.fn, self.request), None
             if inference and self._not_laid_out():
                 with contextlib.suppress(DoesNotFitError):  # then it is for inference alone
@@ -481,10 +489,12 @@ class Engine:
         return result
 
 
-@functools.partial(torch.compiler.disable, reason="a sharded call is planned and compiled by Partway")
-def uncompiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call inside what torch.compile compiles, which is not looked into."""
+def _called(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
+
+
+# A call inside what torch.compile compiles, which is not looked into.
+uncompiled: Any = torch.compiler.disable(_called, reason="a sharded call is planned and compiled by Partway")
 
 
 def is_transformed_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

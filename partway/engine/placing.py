@@ -56,9 +56,11 @@ class Placing(Protocol):
     @property
     def processes(self) -> int | None:
         """How many processes a launcher started, or None in simulation."""
+        ...
 
     def executor(self, mesh: Mesh) -> Executor:
         """What runs a step on `mesh`."""
+        ...
 
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         """A module was sharded, as `request` says: before anyone asks for its parameters."""
@@ -66,27 +68,35 @@ class Placing(Protocol):
     def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
         """A call is planned: what parameters `module` got since it was sharded become like the others, on `mesh`.
         Their names."""
+        ...
 
     def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
         """The call of `first`, with tensors of the global shape for those of which this rank is given its part."""
+        ...
 
     def any_rank(self, flag: bool, fn: Any) -> bool:
         """Whether `flag` is set for a call of `fn` on any rank; every rank calls it."""
+        ...
 
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of their global shapes."""
+        ...
 
     def memory(self, first: FirstCall) -> float | None:
         """The bytes that each device of a call has; None: those that its profile says."""
+        ...
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         """What `plan` gives for the call; where there are several processes, it is the same on all."""
+        ...
 
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         """What `make` gives for `purpose`, later; where there are several processes, its `text` is the same on all."""
+        ...
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
         """What is told of every call of `fn`, if anything is. `own`: the inputs of which each rank is given a part."""
+        ...
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
@@ -96,17 +106,21 @@ class Placing(Protocol):
 
     def part(self, whole: Tensor, layout: Layout) -> Tensor:
         """This process's part of a tensor under `layout`, in memory of its own."""
+        ...
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor of which processes may hold parts."""
+        ...
 
     def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
         """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself. `parts`:
         where each rank is given one, what they are."""
+        ...
 
     def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
         """What makes of an output of the executor what the caller gets, or None if that is the output itself. `where`:
         the call, if it is one of the function's results."""
+        ...
 
     def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
         """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
@@ -497,7 +511,7 @@ def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _simulator(mesh: Mesh) -> Executor:
     return OneDevice(mesh) if mesh.device_num == 1 else Simulator(mesh)
 

@@ -129,7 +129,7 @@ class ShardedModule:
         return attached_engine(self).latest().program
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """`cls` with a forward that runs split: same name, same signature, an instance of both."""
 
@@ -172,7 +172,8 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     if callable(getattr(cls, "save_pretrained", None)):
         body["save_pretrained"] = _saves_pretrained(cls)
-    sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
+    new: Any = Kind(cls.__name__, (ShardedModule, cls), body)
+    sharded: type[torch.nn.Module] = new
     made = True
     return sharded
 
@@ -208,6 +209,4 @@ def _saves_pretrained(cls: Any) -> Callable[..., Any]:
 
 def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:
     """An empty sharded module of the class `kind`, for its state to be put in."""
-    module = make(kind, *args)
-    module.__class__ = sharded_class(kind)
-    return module
+    return make(sharded_class(kind), *args)

@@ -143,7 +143,8 @@ class ManualFunction(Generic[P, R]):
         mesh = self.request.own_mesh
         place = Place(Mesh(dict.fromkeys(mesh.axes if mesh else ("device",), 1)), 0)
         with placed(place):
-            return self.fn(*args, **kwargs)
+            run: Callable[..., R] = self.fn
+            return run(*args, **kwargs)
 
     def _operator(self, *args: Any, **kwargs: Any) -> Any:
         """A call as one operator of the graph that is captured."""

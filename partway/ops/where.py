@@ -8,13 +8,12 @@ from partway.options.context import current
 from partway.propagation.capture.export.tracing import capturing
 from partway.requests.request import given_mesh
 from partway.runtime import groups
+from partway.runtime.launching.job import JOB
 from partway.runtime.launching.launchers import simulated
 from partway.runtime.launching.process import get_group_size, launched
 from partway.strategy import CaptureError, Mesh, RuntimeStateError, StrategyError
 from partway.strategy import place as places
 from partway.strategy.place import Group, Place, manual_place
-
-_alone: list[Mesh] = []  # the mesh that was set in a process that no launcher started
 
 
 def set_mesh(mesh: Any) -> None:
@@ -35,7 +34,7 @@ def set_mesh(mesh: Any) -> None:
         get_group_size()  # raises before init()
         groups.set_mesh(wanted)
         return
-    _alone[:] = [] if wanted is None else [wanted]
+    JOB.mesh = wanted
 
 
 def axis_index(group: Group = None) -> int:
@@ -67,7 +66,7 @@ def here(call: str) -> Place:
         import partway.runtime.by_hand  # noqa: F401 - the kernels of the operators
 
         return groups.place()
-    mesh = _alone[0] if _alone else Mesh({"world": 1})
+    mesh = JOB.mesh or Mesh({"world": 1})
     devices = max(mesh.device_num, simulated() or 1, current().device_num if current().device_num_was_set else 1)
     if devices > 1:
         raise RuntimeStateError(

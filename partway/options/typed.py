@@ -81,7 +81,7 @@ def listed(options: type[Any], model: type[FrozenOptions]) -> str:
     return "\n".join(["Options:", "", *lines])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def meanings(model: type[FrozenOptions]) -> dict[str, str]:
     """The docstring below each field of a model, read from its source; none where there is no source."""
     try:

@@ -19,10 +19,12 @@ class Attached(Protocol):
     @property
     def request(self) -> Any:
         """What a person asked of the module, a Request."""
+        ...
 
     @property
     def own_dtensors(self) -> frozenset[str]:
         """The names of its parameters that were DTensors before."""
+        ...
 
 
 def engine_of(value: Any) -> Attached | None:

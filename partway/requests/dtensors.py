@@ -12,17 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from partway.propagation.graph.structure import Call
 from partway.propagation.torch_internals import remove_hooks, tree_map
 from partway.requests.attached import engine_of
+from partway.runtime.tensors.tracked import TRACKED
 from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
 from partway.strategy.placement import REPLICATE
 
 T = TypeVar("T")
-
-_left: Any = WeakTensorKeyDictionary()  # tensors that simulated ranks left split, with their layouts
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -68,12 +66,12 @@ def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) 
 
 def noted(tensor: Tensor, layout: Layout) -> Tensor:
     """`tensor`, which a call on simulated ranks left split as `layout` says. In processes it would be a DTensor."""
-    _left[tensor] = layout, tuple(tensor.shape)
+    TRACKED.left[tensor] = layout, tuple(tensor.shape)
     return tensor
 
 
 def _left_as(tensor: Tensor) -> Layout | None:
-    layout, shape = _left.get(tensor, (None, None))
+    layout, shape = TRACKED.left.get(tensor, (None, None))
     return layout if shape == tuple(tensor.shape) else None  # else it was changed in place
 
 

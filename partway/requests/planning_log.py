@@ -15,19 +15,19 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from partway.propagation.minsum.progress import listening
 from partway.runtime.launching.process import get_rank
 from partway.strategy import ContextError
+from partway.strategy.under_way import meanwhile, under_way
 
 PATIENCE = 2.0  # seconds, after which a terminal shows what is done
 WIDEST = 10.0  # a gap that is worth a word
 LEVELS = ("debug", "info", "warning", "error")
 _log = logging.getLogger("partway.planning")
 _cache = logging.getLogger("partway.cache")
-_told: list[Telling] = []  # one inside another; one thread plans at a time
 
 
 class Telling:
@@ -120,36 +120,29 @@ class Telling:
 @contextmanager
 def telling(what: str) -> Iterator[Telling]:
     """The block does `what`, such as "planning Classifier". The outermost of several shows itself in a terminal."""
-    with Telling(what) as told:
-        _told.append(told)
-        try:
-            with listening(told.hear):
-                yield told
-        finally:
-            _told.pop()
+    with Telling(what) as told, meanwhile(telling=told), listening(told.hear):
+        yield told
     _log.info("%s", told.text())
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """The block is a stage of what is told of, if anything is."""
-    if not _told:
-        yield
-        return
-    with _told[-1].stage(name):
+    telling = under_way().telling
+    with nullcontext() if telling is None else telling.stage(name):
         yield
 
 
 def taken(name: str, where: object, seconds: float) -> None:
     """Tell that `name` came from the cache."""
     _cache.info("took the %s from %s in %.2f s", name, where, seconds)
-    if _told:
-        _told[-1].seconds[f"{name} from the cache"] = seconds
+    if (telling := under_way().telling) is not None:
+        telling.seconds[f"{name} from the cache"] = seconds
 
 
 def _shows() -> bool:
     """Whether a line is to be shown."""
-    return not _told and sys.stderr is not None and sys.stderr.isatty() and get_rank() == 0
+    return under_way().telling is None and sys.stderr is not None and sys.stderr.isatty() and get_rank() == 0
 
 
 def level_asked() -> str:

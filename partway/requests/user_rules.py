@@ -113,13 +113,14 @@ class OperatorRule:
 
     def __call__(self, fn: T) -> T:
         """As a decorator of the operator, or of the function that writes its local form."""
-        if isinstance(fn, CustomOpDef | OpOverload | OpOverloadPacket):
+        given: Any = fn
+        if isinstance(given, CustomOpDef | OpOverload | OpOverloadPacket):
             self._settle()
-            if _overloads(fn)[0] not in self._operators:
+            if _overloads(given)[0] not in self._operators:
                 self.remove()
-                raise StrategyError(f"the rule of {self.operator} decorates the operator {_overloads(fn)[0]}")
-        elif inspect.isfunction(fn):
-            self.row = renewed(self.row, local=fn)
+                raise StrategyError(f"the rule of {self.operator} decorates the operator {_overloads(given)[0]}")
+        elif inspect.isfunction(given):
+            self.row = renewed(self.row, local=given)
             _changed()
         else:
             self.remove()

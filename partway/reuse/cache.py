@@ -209,7 +209,7 @@ def _prune(folder: Path, limit: int) -> None:
         total -= status.st_size
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def software() -> str:
     """The version of PyTorch, and a digest of Partway's text."""
     digest = hashlib.sha256()

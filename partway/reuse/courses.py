@@ -52,9 +52,11 @@ class Course(Protocol):
     @property
     def asked(self) -> tuple[tuple[Question, Answer], ...]:
         """The questions that were asked in it, with their answers."""
+        ...
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the numbers among the tensors of a call are such that it is of this course."""
+        ...
 
 
 C = TypeVar("C", bound=Course)

@@ -26,7 +26,7 @@ def is_closed(module: Any) -> bool:
     return not isinstance(module, str) or _is_library(module.partition(".")[0])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _is_library(name: str) -> bool:
     """Whether this is the name of a library. (A module `code` in a folder of the user's is not that of the standard
     library.)"""

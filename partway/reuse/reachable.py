@@ -140,7 +140,7 @@ class Reachable:
         if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _UNWATCHED:
             self.unwatched.append((label, _UNWATCHED[str(_home(value))]))
         if is_unwatched(value):
-            self.unwatched.append((label, kind.__name__))
+            self.unwatched.append((label, type(value).__name__))
 
     def _look_at(self, value: Any, label: str, every: bool) -> None:
         kind, engine = type(value), _own_store(value).get("_engine")

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -324,23 +324,23 @@ def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) 
     return kind(*transpose(source, target)) if gradient else Kind.NOTHING
 
 
-@cache
+@lru_cache(maxsize=1024)
 def digits_of(states: int, axes: int) -> Codes:
     """The state of each of `axes` axes, for every code."""
     return np.indices((states,) * axes).reshape(axes, states**axes).T.copy()
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _layouts(mesh: Mesh, states: tuple[Placement, ...]) -> tuple[Layout, ...]:
     return tuple(layout(mesh, p) for p in itertools.product(states, repeat=len(mesh.axes)))
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _index(mesh: Mesh, states: tuple[Placement, ...]) -> dict[Layout, int]:
     return {placed: code for code, placed in enumerate(_layouts(mesh, states))}
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[Codes, list[int]]:
     """For every state of the axes not in `chosen`, the codes with one state on all of `chosen`; and those axes."""
     others = [a for a in range(axes) if a not in chosen]
@@ -403,7 +403,18 @@ def conversion_table(
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(
-        shape, itemsize, partial, gradient, mesh, profile, weights, frozenset(), (), stay_split, again, short
+        shape=shape,
+        itemsize=itemsize,
+        partial=partial,
+        gradient=gradient,
+        mesh=mesh,
+        profile=profile,
+        weights=weights,
+        barred=frozenset(),
+        tied=(),
+        stay_split=stay_split,
+        again=again,
+        short=short,
     )
 
 

@@ -149,7 +149,7 @@ def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
     """Bytes/s that one of `size` ranks sends: between sizes of a table by their logarithm, beyond as at its ends."""
     kind = figures_of(kind)
     figure = level.bandwidth.of(kind)
-    if isinstance(figure, float):
+    if not isinstance(figure, tuple):
         return figure
     sizes = [math.log(measured) for measured, _ in figure]
     return float(np.interp(math.log(size), sizes, [rate * wire_bytes(kind, 1, n) for n, rate in figure]))

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -276,7 +276,7 @@ _PRESETS = Path(__file__).with_name("profiles")
 _DEVICE_TYPES = {"cuda": "h100"}  # what a device type stands for where there is no preset of its name
 
 
-@cache
+@lru_cache(maxsize=64)
 def _preset(name: str) -> DeviceProfile:
     return read_profile(_PRESETS / f"{name}.json")
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.fx.graph import PythonCode
 
 from ...strategy.errors import VerifyError
 from ..ops.constants import NO_GRADIENT
@@ -33,9 +34,9 @@ class Text(fx.GraphModule):
     """A graph with its constants that is read and never called. (A GraphModule writes and compiles the Python text of
     its `forward`, which for a deep model takes longer than all that is done with its graph.)"""
 
-    def recompile(self) -> fx.graph.PythonCode:
+    def recompile(self) -> PythonCode:
         """Nothing: there is no text."""
-        return fx.graph.PythonCode(src="", globals={}, _lineno_map=None, _prologue_start=0)
+        return PythonCode(src="", globals={}, _lineno_map=None, _prologue_start=0)
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -47,9 +48,11 @@ class Counts(Protocol):
     @property
     def count(self) -> int:
         """How many there are."""
+        ...
 
     def hold(self, given: Sequence[int]) -> bool:
         """Whether it is the graph of a call with the numbers `given`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ import operator
 import os
 import re
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import constrain
@@ -120,7 +121,7 @@ def is_persons(filename: str) -> bool:
     return not filename.startswith(_others())
 
 
-@cache
+@lru_cache(maxsize=1)
 def _others() -> tuple[str, ...]:
     """How the names of other files begin."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -146,7 +147,7 @@ def mark(node: fx.Node, region: int | None) -> None:
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
     nodes: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), nodes.append)
+    map_arg((node.args, node.kwargs), nodes.append)
     return tuple(nodes)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.traceback import annotate, preserve_node_meta
 
 _LINE = "stack_trace"
 _AGAIN = "partway_again"
@@ -80,7 +81,7 @@ class _Gradients:
 
     def _enter(self, of: int) -> None:
         self.end()
-        self._now.enter_context(fx.traceback.annotate({_POSITION: of}))
+        self._now.enter_context(annotate({_POSITION: of}))
 
     def end(self) -> None:
         """What follows is of no node."""
@@ -96,7 +97,7 @@ class _Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         arguments = self.fetch_args_kwargs_from_env(n)
-        with fx.traceback.annotate(n.meta.get("custom", {})):
+        with annotate(n.meta.get("custom", {})):
             results = getattr(self, n.op)(n.target, *arguments)
         found = position(n)
         if found is not None:
@@ -109,7 +110,7 @@ def tracing() -> Iterator[Callable[..., tuple[Any, ...]]]:
     """Gives `run(module, *inputs)`. What is traced in the block of a node that it runs, and of the gradient, keeps what
     the node notes."""
     gradients = _Gradients()
-    with fx.traceback.preserve_node_meta():
+    with preserve_node_meta():
         try:
             yield lambda module, *inputs: tuple(_Runner(module, gradients).run(*inputs))
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,8 +75,7 @@ class Question:
                     (answer,) if isinstance(answer, Tensor) else tree_flatten(answer)[0] if operation.results else ()
                 )
                 held.update(zip(operation.results, results, strict=True))
-        asked: Answer = answer  # of the last operation, which asks
-        return asked
+        return cast("Answer", answer)  # of the last operation, which asks
 
 
 def _filled(value: Any, held: Mapping[int, Any]) -> Any:

@@ -54,7 +54,7 @@ class TracedManual:
     results: tuple[Crossing, ...]
     graph: Graph
 
-    @cached_property
+    @property
     def word(self) -> str:
         """What plans call it: the last word of its name."""
         words: list[str] = re.findall(r"\w+", self.name)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ...strategy.cut import Cut, SliceWindow
 from ...strategy.errors import CaptureError
@@ -33,6 +34,7 @@ from ..graph.origins import inherit_line
 from ..ops import by_hand, indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import convert
+from ..ops.keyed import WRITTEN
 from ..ops.python.manual import alike
 from ..ops.random_numbers import draw
 from ..rules.rule import Emitter, LocalShapes
@@ -71,15 +73,13 @@ class WrittenManual:
     variance: Variance
 
 
-_WRITTEN: dict[tuple[str, bool], WrittenManual] = {}  # by the keys of manual functions, and whether they are verified
-
-
 def written(manual: TracedManual) -> WrittenManual:
     """`manual` as a rank runs it. With PARTWAY_VERIFY=1 it checks that results that are said to be whole are."""
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
-    if (manual.key, verifies) not in _WRITTEN:
-        _WRITTEN[manual.key, verifies] = _Writing(manual, verifies).written()
-    return _WRITTEN[manual.key, verifies]
+    if (manual.key, verifies) not in WRITTEN:
+        WRITTEN[manual.key, verifies] = _Writing(manual, verifies).written()
+    known: WrittenManual = WRITTEN[manual.key, verifies]
+    return known
 
 
 class _Writing:
@@ -110,7 +110,7 @@ class _Writing:
 
     def _write(self, node: fx.Node) -> None:
         taken = iter([self._operand(node, source_of(operand)) for operand in operands(node)])
-        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        called: Any = map_arg((node.args, node.kwargs), lambda _: next(taken))
         args, kwargs = called
         if node.target in COLLECTIVES:
             result: Any = _COLLECTIVES[node.target](_CollectiveCall(self, node, args[0]))

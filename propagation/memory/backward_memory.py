@@ -144,7 +144,8 @@ class _Timeline:
         last, facts, fate = len(self.vertices) - 1, self.p.facts[i], self.keeping.fates[i]
         made = float(self.vertices[i].options.made[self.choice[i]])
         beside = float(self.p.beside(i)[self.choice[i]])
-        earliest = min([*self.reading[i], *([i] if facts.own else [])], default=None)
+        readers = [*self.reading[i], *([i] if facts.own else [])]
+        earliest = min(readers) if readers else None
         if fate is Fate.AGAIN:
             self._add("again", i, max(start, i), beside)
             if (facts.read or self.viewed[i]) and earliest is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..graph.graph import Graph
 from ..graph.nodes import Value, is_pointwise, is_view, operands, results_of, source_of, tensor_of, values_of
@@ -72,7 +73,7 @@ def _constants(graph: Graph) -> set[fx.Node]:
 def _call(node: fx.Node, sources: Iterable[Value]) -> object:
     """What the answer depends on beside the gradients that are wanted."""
     tensors = tuple(_likeness(tensor_of(source)) for source in sources)
-    plain = fx.node.map_arg((node.args, node.kwargs), lambda _: "tensor")
+    plain = map_arg((node.args, node.kwargs), lambda _: "tensor")
     return node.target, repr(plain), tensors
 
 
@@ -94,7 +95,7 @@ def _asked(node: fx.Node, sources: list[Value], wants: tuple[bool, ...], constan
         return tensor
 
     left = iter(given)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(left))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(left))
     try:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         made = _OfConstants(itertools.compress(given, constant))

@@ -3,24 +3,20 @@ who listen, which takes no time where nobody does; what they hear changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ...strategy.under_way import meanwhile, under_way
 
 Hear = Callable[[float, float], None]  # the cost of the best plan, and the bound
-_listeners: list[Hear] = []
 
 
-@contextmanager
-def listening(hear: Hear) -> Iterator[None]:
+def listening(hear: Hear) -> AbstractContextManager[None]:
     """`hear` is told of the searches in the block."""
-    _listeners.append(hear)
-    try:
-        yield
-    finally:
-        _listeners.remove(hear)
+    return meanwhile(hearing=(*under_way().hearing, hear))
 
 
 def tell(cost: float, bound: float) -> None:
     """The best plan costs `cost`, and none costs less than `bound`."""
-    for hear in _listeners:
+    for hear in under_way().hearing:
         hear(cost, bound)

@@ -14,6 +14,7 @@ kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rule
     padded_convolution.py   a convolution with any padding
     recurrent.py            oneDNN's LSTM layer, with what its backward reads
     python/                 operators that call Python: control flow, hooks, manual functions
+    keyed.py                what these find by a key
     registration.py         how an operator gets its kernel, its fake form and its derivative
     dtypes.py               the dtypes in which operators accumulate
 """

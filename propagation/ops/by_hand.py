@@ -36,7 +36,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ...strategy.errors import StrategyError
 from .registration import define
@@ -178,4 +179,4 @@ COLLECTIVES = frozenset(
 )  # fmt: skip
 
 for _operator in COLLECTIVES:
-    fx.node.has_side_effect(_operator)
+    has_side_effect(_operator)

@@ -360,26 +360,32 @@ class ScheduleSpan(Protocol):
     @property
     def name(self) -> str:
         """Of the node of the program's graph."""
+        ...
 
     @property
     def phase(self) -> str:
         """Forward or backward."""
+        ...
 
     @property
     def lane(self) -> str:
         """Compute or communication."""
+        ...
 
     @property
     def start(self) -> float:
         """Seconds since the step began."""
+        ...
 
     @property
     def seconds(self) -> float:
         """How long it takes."""
+        ...
 
     @property
     def args(self) -> Mapping[str, object]:
         """More about it, such as its kind, axes and bytes."""
+        ...
 
 
 class Origin:

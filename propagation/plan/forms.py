@@ -53,12 +53,15 @@ class Writer(Protocol):
     @property
     def own(self) -> Set[Any]:
         """The operators of the captured graph."""
+        ...
 
     def data(self, value: Any, places: Mapping[fx.Node, int] | None = None) -> Any:
         """A part of the value; `places`: those of the nodes of the graph that it is in."""
+        ...
 
     def place_of(self, port: Port) -> tuple[str, int]:
         """On which side of the captured graph a port is, and its place there."""
+        ...
 
 
 class Reader(Protocol):
@@ -67,12 +70,15 @@ class Reader(Protocol):
     @property
     def own(self) -> Set[Any]:
         """The operators of the captured graph."""
+        ...
 
     def value(self, data: Any, nodes: list[fx.Node] | None = None) -> Any:
         """A part of the value; `nodes`: those of the graph so far that it is in."""
+        ...
 
     def port_at(self, side: str, place: int) -> Port:
         """The port of the captured graph."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -173,7 +173,7 @@ def _place(value: Any) -> int:
     return value
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _accepted(kind: type) -> dict[str, tuple[type, ...]]:
     """The classes that the fields of a dataclass may have."""
     assert is_dataclass(kind)

@@ -108,9 +108,17 @@ class _Formulation:
                 self._add_output(port)
         self._refuse_unknown()
         return SearchProblem(
-            self.graph, self.settings, tuple(self.vertices), tuple(self.edges), self.constants, self.tensors,
-            tuple(self.unknown), self.allowed, self.as_it_lies, self.approximate,
-        )  # fmt: skip
+            graph=self.graph,
+            settings=self.settings,
+            vertices=tuple(self.vertices),
+            edges=tuple(self.edges),
+            constants=self.constants,
+            tensors=self.tensors,
+            unknown=tuple(self.unknown),
+            allowed=self.allowed,
+            as_it_lies=self.as_it_lies,
+            approximate=self.approximate,
+        )
 
     def _table(self, v: Value, output: bool = False) -> ConversionTable:
         table = self.tables.get((v, output))
@@ -347,9 +355,20 @@ def _unsplit(mesh: Mesh, table: ConversionTable, codes: Codes, *, operand: bool 
     factors = np.full((len(codes), len(mesh.axes)), -1, dtype=np.intp)
     free: Floats = np.zeros(len(codes))
     return Options(
-        (tables * operand, tables * result), (codes,) * operand, (codes,) * result, factors, (), mesh,
-        free, free, free, free, free, free, table.held[codes] * result,
-    )  # fmt: skip
+        tables=(tables * operand, tables * result),
+        operands=(codes,) * operand,
+        results=(codes,) * result,
+        factors=factors,
+        names=(),
+        mesh=mesh,
+        unary=free,
+        seconds=free,
+        flops=free,
+        held=free,
+        memory=free,
+        again=free,
+        made=table.held[codes] * result,
+    )
 
 
 def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ...]:

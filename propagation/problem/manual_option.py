@@ -48,11 +48,20 @@ def option_of_manual(
         return np.array([number])
 
     return Options(
-        (operands, results), codes(operands, operand_layouts(its, text)),
-        codes(results, [result.layout for result in its.results]),
-        np.full((1, len(its.mesh.axes)), -1, dtype=np.intp), (), its.mesh,
-        one(unary), one(seconds), one(flops), one(held), one(held), one(seconds), one(held),
-    )  # fmt: skip
+        tables=(operands, results),
+        operands=codes(operands, operand_layouts(its, text)),
+        results=codes(results, [result.layout for result in its.results]),
+        factors=np.full((1, len(its.mesh.axes)), -1, dtype=np.intp),
+        names=(),
+        mesh=its.mesh,
+        unary=one(unary),
+        seconds=one(seconds),
+        flops=one(flops),
+        held=one(held),
+        memory=one(held),
+        again=one(seconds),
+        made=one(held),
+    )
 
 
 def operand_layouts(its: TracedManual, text: WrittenManual) -> list[Layout]:

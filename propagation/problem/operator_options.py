@@ -106,9 +106,20 @@ def operator_options(call: OperatorCall, settings: Settings) -> Options:
     unary = settings.weights.compute * seconds + settings.weights.memory * held / 1e9
     unary = unary + _exchanges(call, rule, rows, settings)
     return Options(
-        (call.operands, call.results), rows.operands, rows.results, rows.factors, tuple(rule.sizes), settings.mesh,
-        unary, seconds, flops, held, held, again, made,
-    )  # fmt: skip
+        tables=(call.operands, call.results),
+        operands=rows.operands,
+        results=rows.results,
+        factors=rows.factors,
+        names=tuple(rule.sizes),
+        mesh=settings.mesh,
+        unary=unary,
+        seconds=seconds,
+        flops=flops,
+        held=held,
+        memory=held,
+        again=again,
+        made=made,
+    )
 
 
 # -- which there are

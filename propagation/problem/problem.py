@@ -293,9 +293,9 @@ class TensorFacts:
             settings.mesh,
             settings.profile,
             weights,
-            settings.stay_split and not (output or in_parts),
-            bool(settings.regather) and v in self.weights,
-            settings.short.intersection(tensor.shape),
+            stay_split=settings.stay_split and not (output or in_parts),
+            again=bool(settings.regather) and v in self.weights,
+            short=settings.short.intersection(tensor.shape),
         )
 
     def _partial_of(self, v: Value) -> str | None:

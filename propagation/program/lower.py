@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ...strategy.cut import SliceWindow
 from ...strategy.layout import Layout
@@ -145,7 +146,7 @@ class _Lowering:
         if emit:
             parts = [self._prepared(i, part, emit, wanted[i], consumer) for i, part in enumerate(parts)]
         taken = iter(parts)
-        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        called: Any = map_arg((node.args, node.kwargs), lambda _: next(taken))
         args, kwargs = called
         produced = values_of(node)
         rests = option.results if option else (whole,) * len(produced)
@@ -355,7 +356,7 @@ class _Lowering:
         if parts is None:
             return self._converted(v, target, consumer, at)
         made = iter([self._constant_part(o, layout, consumer, at) for o, layout in parts])
-        called: Any = fx.node.map_arg((v.node.args, v.node.kwargs), lambda _: next(made))
+        called: Any = map_arg((v.node.args, v.node.kwargs), lambda _: next(made))
         args, kwargs = called
         if v.node.target is _expand:
             args = (args[0], list(target.local_shape(_shape(v))))

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..graph.nodes import REPLACING, is_view, region_of
 from ..ops.collectives import convert
@@ -171,8 +172,9 @@ def _described(
 def _result(node: fx.Node, results: Mapping[fx.Node, Result]) -> Result:
     """What `node` computes of operands that are like `results`."""
     if node.target is operator.getitem:
-        return operator.getitem(*fx.node.map_arg(node.args, results.__getitem__))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: results[operand].empty())
+        taken: Any = map_arg(node.args, results.__getitem__)
+        return operator.getitem(*taken)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: results[operand].empty())
     return _like(node.target(*args, **kwargs))  # type: ignore[operator]
 
 

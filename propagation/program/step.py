@@ -110,7 +110,9 @@ def _undone(node: fx.Node) -> fx.Node | None:
     if not isinstance(inner, fx.Node):
         return None
     if node.target in _TRANSPOSES:
-        again = inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}
+        dims: tuple[Any, ...] = node.args[1:]
+        before: tuple[Any, ...] = inner.args[1:]
+        again = inner.target is node.target and {*dims} == {*before}
         return inner.all_input_nodes[0] if again else None
     while inner.target in _RESHAPES:
         inner = inner.all_input_nodes[0]

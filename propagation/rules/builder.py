@@ -31,9 +31,10 @@ class Builder:
         self.keys = keys
         self.added: list[fx.Node] = []
         self._mode = next(
-            val.fake_mode
+            mode
             for node in graph.nodes
-            if isinstance(val := node.meta.get("val"), torch.Tensor) and hasattr(val, "fake_mode")
+            if isinstance(val := node.meta.get("val"), torch.Tensor)
+            and (mode := getattr(val, "fake_mode", None)) is not None
         )
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

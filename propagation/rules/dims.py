@@ -122,7 +122,7 @@ def over_dims(
     sides = enumerate(zip(before, after, strict=False))
     dims: Dims = tuple((f"f{d}",) if 1 not in both and d not in whole else () for d, both in sides)
     sizes = {parts[0]: extent for parts, extent in zip(dims, after, strict=False) if parts}
-    halos = tuple(Halo(0, dims[d][0], reach, fill) for d, reach in reaches.items() if dims[d])
+    halos = tuple(Halo(0, part, reach, fill) for d, reach in reaches.items() for part in dims[d])
     out = (*dims, *((),) * (len(after) - len(before)))
     sets = (frozenset({0}),) if linear else ()
     return Rule((dims,), (out,) * len(results), sizes, linear=sets, windows=halos, local=local)

@@ -57,10 +57,18 @@ def assemble_code(
             private = overwrite.private
         instructions.append(
             Instruction(
-                slots[node], operands, text, in_place, private, relayout_of(node, phase),
-                runs_once(node), node.name, _along(node), follows(node),
+                out=slots[node],
+                operands=operands,
+                text=text,
+                in_place=in_place,
+                private=private,
+                relayout=relayout_of(node, phase),
+                once=runs_once(node),
+                name=node.name,
+                along=_along(node),
+                follows=follows(node),
             )
-        )  # fmt: skip
+        )
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
     traced = {
         slot: val
@@ -142,7 +150,17 @@ def relayout_of(node: fx.Node, phase: str) -> Relayout | None:
     private = tuple(map(is_private, owners))
     tags = tuple(tags) if grouped else (tags,)
     return Relayout(
-        kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned, private, _may_be_view(node)
+        kind=kind(before, after),
+        source=before,
+        target=after,
+        axes=tuple(axes),
+        size=size,
+        phase=phase,
+        tags=tags,
+        grouped=grouped,
+        owned=owned,
+        private=private,
+        loose=_may_be_view(node),
     )
 
 

@@ -8,13 +8,16 @@ once in a process; TorchInductor keeps its kernels on disk.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from ...propagation.graph.graph import Text
 from ...propagation.graph.nodes import draws_random_numbers
@@ -54,7 +57,22 @@ def compile_regions(
     return Text(module, graph), [None if node is None else values[node] for node in returned_by(module.graph)]
 
 
-_compiled: dict[Hashable, Region] = {}
+@dataclass(frozen=True)
+class _Stretch:
+    """What a compiler is given. Stretches of one text and inputs of one kind are equal."""
+
+    compiler: Compiler
+    text: str
+    kinds: tuple[Hashable, ...]
+    body: fx.Graph = field(compare=False)
+    examples: Sequence[Tensor] = field(compare=False)
+    owned: list[bool] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _region(stretch: _Stretch) -> Region:
+    run = stretch.compiler(fx.GraphModule(torch.nn.Module(), stretch.body), list(stretch.examples))
+    return Region(run, stretch.owned)
 
 
 def _add_region(
@@ -76,11 +94,9 @@ def _add_region(
         env[node].meta = {}
     body.output(tuple(env[node] for node in outputs))
     examples = [values[node] for node in inputs]
-    key = compiler, str(body), tuple(_kind(example) for example in examples)
-    if key not in _compiled:
-        run = compiler(fx.GraphModule(torch.nn.Module(), body), examples)
-        _compiled[key] = Region(run, owned_by(inside, outputs))
-    called = graph.call_function(_compiled[key], tuple(new[node] for node in inputs))
+    kinds = tuple(_kind(example) for example in examples)
+    region = _region(_Stretch(compiler, str(body), kinds, body, examples, owned_by(inside, outputs)))
+    called = graph.call_function(region, tuple(new[node] for node in inputs))
     for i, node in enumerate(outputs):
         new[node] = graph.call_function(operator.getitem, (called, i))
         new[node].meta = dict(node.meta)
@@ -159,7 +175,7 @@ def _values(order: Sequence[fx.Node], module: fx.GraphModule, examples: Sequence
                     traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
                 )
             elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 moves = node.target is not convert or kind_of(*node.args[1:3]) not in (Kind.NOTHING, Kind.KEEP)  # type: ignore[arg-type]
                 values[node] = node.target(*args, **kwargs) if moves else args[0]  # type: ignore[operator]
     return values

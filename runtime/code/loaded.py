@@ -29,21 +29,27 @@ class Executor(Protocol):
     ) -> list[Any]:
         """The values of the tensors of a call. Parts of those at the places `views` may lie in memory in any way: they
         are views of the tensors unless a slice is short."""
+        ...
 
     def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """The tensors of values; what is shared leaves as a copy."""
+        ...
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Any:
         """The value that is zero, for a gradient that did not come."""
+        ...
 
     def pack(self, values: Sequence[Any]) -> list[Tensor]:
         """Values as a flat list of tensors, for autograd to save."""
+        ...
 
-    def unpack(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def unpack(self, tensors: Sequence[Tensor], /) -> list[Any]:
         """The values that `pack` made the flat list of."""
+        ...
 
     def load(self, code: Code, mark: Mark | None = None) -> Run:
         """A code as a function of values."""
+        ...
 
 
 class Backend(Choice):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from ...propagation.graph.nodes import REPLACING, draws_random_numbers
 from ...propagation.ops.batch_norm import OWN_MEMORY
@@ -162,7 +163,7 @@ def _reads(node: fx.Node) -> Counter[fx.Node]:
         counts[operand] += 1
         return operand
 
-    fx.node.map_arg((node.args, node.kwargs), see)
+    map_arg((node.args, node.kwargs), see)
     return counts
 
 

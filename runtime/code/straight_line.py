@@ -53,9 +53,11 @@ class Dialect(Protocol):
 
     def express(self, step: Instruction, bind: Bind) -> str:
         """The value of `step` as a Python expression; `bind` names what it needs besides slots and constants."""
+        ...
 
     def ranks(self, c: Relayout) -> tuple[int, ...]:
         """The ranks of processes that a conversion waits for."""
+        ...
 
 
 def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:

@@ -30,12 +30,17 @@ from ..code.strides import laid_out
 from ..launching.process import device_type
 from ..ranks.replicas import ledger_of
 from ..ranks.watch import told, watch
+from ..ranks.world import of_world
 from ..torch_internals import local_part_of, timeout_of
 from .issue import ISSUERS, Scratch, Seat, as_bytes
 
-_world: Any = None
-_device_meshes: dict[Mesh, DeviceMesh] = {}
-_groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
+
+class _MadeMeshes:
+    """What was made for one process group: DeviceMeshes, and the process groups along their axes."""
+
+    def __init__(self) -> None:
+        self.device_meshes: dict[Mesh, DeviceMesh] = {}
+        self.groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -43,16 +48,12 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
     Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
     """
-    global _world  # noqa: PLW0603 - meshes of a group that has ended are of no use
     if not dist.is_initialized():
         raise RuntimeStateError("there is no process group; call init() in a process that a launcher started")
-    if _world is not dist.group.WORLD:
-        _device_meshes.clear()
-        _groups.clear()
-        _world = dist.group.WORLD
-    if mesh not in _device_meshes:
-        _device_meshes[mesh] = to_device_mesh(mesh, device_type(), timeout_of(dist.group.WORLD))
-    return _device_meshes[mesh]
+    made = of_world(_MadeMeshes).device_meshes
+    if mesh not in made:
+        made[mesh] = to_device_mesh(mesh, device_type(), timeout_of(dist.group.WORLD))
+    return made[mesh]
 
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
@@ -64,9 +65,10 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     `device_mesh` does, and StrategyError as `mesh.group` does.
     """
     device_mesh(mesh)
-    if (mesh, axes) not in _groups:
-        _groups[mesh, axes] = own_group(mesh, axes, timeout_of(dist.group.WORLD), ",".join(axes))
-    return _groups[mesh, axes]
+    made = of_world(_MadeMeshes).groups
+    if (mesh, axes) not in made:
+        made[mesh, axes] = own_group(mesh, axes, timeout_of(dist.group.WORLD), ",".join(axes))
+    return made[mesh, axes]
 
 
 class Worker:

@@ -45,7 +45,7 @@ class Pending:
 
     def wait(self) -> Any:
         """The result: of a collective of one tensor that tensor, else all of them."""
-        with waits:
+        with waits():
             for work in self.works:
                 work.wait()
         results = self._finish()

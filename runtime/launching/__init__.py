@@ -8,5 +8,6 @@ its store and its rank. Nothing here imports `process.py`, which makes the proce
     scheduler.py        the scheduler of a job; worker.py: a worker's side
     door.py             the door before the store, which asks for the job's secret or a certificate
     certificates.py     certificates, read, checked, and made into TLS contexts
+    job.py              what this process has of its job: the one place of such state
     security.py         the way on which nothing leaves the host in plain; interfaces.py: this host's interfaces
 """

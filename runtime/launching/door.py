@@ -43,6 +43,7 @@ from ...strategy.errors import RuntimeStateError
 from ..torch_internals import STORE_PING
 from .certificates import Contexts
 from .interfaces import family_of, place_of
+from .job import JOB
 
 T = TypeVar("T")
 
@@ -62,8 +63,6 @@ _PENDING = 256  # handshakes at once
 _AT_ONCE, _KEPT = 256, 64  # connections accepted in one turn of the door; those kept where more wait
 _HANG_UPS = 3  # on a certificate, in a row, that are taken for a refusal
 _AGAIN = 0.1  # seconds between two attempts to reach what may not listen yet
-
-_OPEN: list[_Door | _Passage] = []  # of this process, until `shut`
 
 
 class Refused(Exception):
@@ -203,7 +202,7 @@ def store_behind(listener: socket.socket, own: DoorGuard | None) -> Any:
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     inner = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    _OPEN.append(_Door(listener, inner.getsockname(), own))
+    JOB.doors.append(_Door(listener, inner.getsockname(), own))
     return store_behind(inner, None)
 
 
@@ -224,23 +223,23 @@ def way_to(host: str, port: int, own: DoorGuard | None, patience: float, keeper:
             (await _passed(host, port, own)).close()
 
     try:
-        _RUNS.wait(_patiently(attempt, patience))
+        _run(_patiently(attempt, patience))
     except Refused as refused:
         raise RuntimeStateError(f"{keeper} at {place_of(host, port)} {refused}") from None
     if own is None:
         return host, port
     leads = host, port, own, patience
-    there = next((one for one in _OPEN if isinstance(one, _Passage) and one.leads == leads), None)
+    there = next((one for one in JOB.doors if isinstance(one, _Passage) and one.leads == leads), None)
     if there is None:
         there = _Passage(*leads)
-        _OPEN.append(there)
+        JOB.doors.append(there)
     return there.address
 
 
 def shut() -> None:
     """Shut the doors of this process, with what goes through them."""
-    for one in [one for one in _OPEN if isinstance(one, _Door)]:
-        _OPEN.remove(one)
+    for one in [one for one in JOB.doors if isinstance(one, _Door)]:
+        JOB.doors.remove(one)
         one.close()
 
 
@@ -379,7 +378,7 @@ class _Listens:
     def __init__(self, listener: socket.socket) -> None:
         self._here: set[asyncio.Task[None]] = set()
         listener.setblocking(False)
-        self._accepts = _RUNS.start(self._accept(listener))
+        self._accepts = _started(self._accept(listener))
 
     def close(self) -> None:
         """Hang up on all."""
@@ -389,7 +388,7 @@ class _Listens:
                 task.cancel()
             await asyncio.wait([self._accepts])
 
-        _RUNS.wait(close())
+        _run(close())
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -485,27 +484,18 @@ def _is_ours(port: int, to: int) -> bool:
     return False
 
 
-class _Runs:
-    """The thread of this process that the doors run in, from when it is first needed."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._process = 0
-
-    def wait(self, what: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns, which runs in that thread."""
-        if self._loop is None or self._process != os.getpid():  # a fork has none of its parent's threads
-            self._loop, self._process = asyncio.new_event_loop(), os.getpid()
-            threading.Thread(target=self._loop.run_forever, name="partway door", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
-
-    def start(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a coroutine there."""
-
-        async def start() -> asyncio.Task[None]:
-            return asyncio.create_task(what)
-
-        return self.wait(start())
+def _run(what: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns, in the thread of this process that the doors run in."""
+    if JOB.loop is None or JOB.loop_of != os.getpid():  # a fork has none of its parent's threads
+        JOB.loop, JOB.loop_of = asyncio.new_event_loop(), os.getpid()
+        threading.Thread(target=JOB.loop.run_forever, name="partway door", daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(what, JOB.loop).result()
 
 
-_RUNS = _Runs()
+def _started(what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A coroutine that was started there."""
+
+    async def start() -> asyncio.Task[None]:
+        return asyncio.create_task(what)
+
+    return _run(start())

@@ -26,11 +26,9 @@ from ...strategy.torch_mesh import has_nccl
 from ..ranks.doing import first_line
 from ..torch_internals import timeout_of
 from . import door, gpus, scheduler, security, worker
+from .job import JOB
 from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started, tell_ready
 
-_BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
-_MADE: dict[object, int | None] = {}  # the process group that was started here, if one was, and the local rank
-_STARTS = [0]  # how often a process group was started here: what each keeps in a store has its number
 _PATIENCE = timedelta(seconds=300)  # PyTorch's, for a store
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
@@ -98,7 +96,7 @@ def get_local_rank() -> int:
     Raises RuntimeStateError before `init`, and where a process group was there that nothing says it of."""
     if not _ready():
         return 0
-    local = _MADE.get(dist.group.WORLD)
+    local = JOB.local_ranks.get(dist.group.WORLD)
     if local is None and "LOCAL_RANK" in os.environ:
         local = number("LOCAL_RANK", 0)
     if local is None:
@@ -114,14 +112,14 @@ def shutdown() -> None:
 
     Raises RuntimeStateError if what the ranks ran since the last call of a sharded function turns out to differ.
     """
-    for wait in list(_BEFORE_SHUTDOWN):
+    for wait in list(JOB.before_shutdown):
         wait()
     if dist.is_initialized():
         from ..ranks.watch import end_watch
 
         found = end_watch()
         dist.destroy_process_group()
-        _MADE.clear()
+        JOB.local_ranks.clear()
         door.shut()
         security.release()
         if found is not None:
@@ -130,7 +128,7 @@ def shutdown() -> None:
 
 def before_shutdown(wait: Callable[[], object]) -> None:
     """Have `shutdown` call `wait` before it ends the process group, which another thread still uses."""
-    _BEFORE_SHUTDOWN[wait] = None
+    JOB.before_shutdown[wait] = None
 
 
 def device_type() -> str:
@@ -169,7 +167,7 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     assert found is not None
     way = security.prepare(found, backend)
     rank, local = found.rank, found.local_rank
-    _STARTS[0] += 1
+    JOB.starts += 1
     if found.launcher == TORCHRUN:
         store = _of_torchrun(found, timeout, way)
     elif found.launcher == SCHEDULER:
@@ -177,20 +175,20 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     else:
         store = meet(found, timeout, way)
     assert rank is not None
-    start = dist.PrefixStore(f"start/{_STARTS[0]}", store)  # type: ignore[attr-defined]
+    start = dist.PrefixStore(f"start/{JOB.starts}", store)  # type: ignore[attr-defined]
     gpu = gpus.take(start, rank, local, found.one_host) if backend == "nccl" else None
     security.confirm(start, rank, found.size, way)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=found.size)
     if gpu is not None:
         dist.barrier(device_ids=[gpu])  # connects it; see `new_group` for why not by a device_id
-    _MADE.clear()
-    _MADE[dist.group.WORLD] = local
+    JOB.local_ranks.clear()
+    JOB.local_ranks[dist.group.WORLD] = local
     tell_ready()
 
 
 def _warn_of_restarts() -> None:
     """Ranks that torchrun starts again read in its store what those before them have left there."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and dist.group.WORLD not in _MADE
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and dist.group.WORLD not in JOB.local_ranks
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and dist.get_rank() == 0:
         warnings.warn(
             "torchrun starts the processes of this job again where one fails, and the process group there is would "
@@ -201,7 +199,7 @@ def _warn_of_restarts() -> None:
 
 def _check_that_it_is_protected() -> None:
     """A group that something else has made was made without what was asked for."""
-    if dist.group.WORLD in _MADE:
+    if dist.group.WORLD in JOB.local_ranks:
         return
     asked = "set_ps_context(enable_ssl=True)" if security.wanted() else door.SECRET if door.secret() else ""
     if asked:
@@ -214,7 +212,7 @@ def _check_that_it_is_protected() -> None:
 def _of_torchrun(found: Launch, timeout: timedelta | None, secured: security.Way | None) -> Any:
     """Torchrun's own store or, where the ranks' meeting is to be protected, one that rank 0 keeps, whose address is
     there: who changes that can keep the ranks apart, and no more."""
-    store, own, name = _kept_by_torchrun(timeout), security.guard(), f"door/{_STARTS[0]}"
+    store, own, name = _kept_by_torchrun(timeout), security.guard(), f"door/{JOB.starts}"
     if own is None and secured is None:
         return store
     if found.rank == 0:
@@ -247,7 +245,7 @@ def _kept_by_torchrun(timeout: timedelta | None) -> Any:
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, _, _ = next(dist.rendezvous("env://", **limit))  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"partway/{attempt}/{_STARTS[0]}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"partway/{attempt}/{JOB.starts}", store)  # type: ignore[attr-defined]
 
 
 def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:

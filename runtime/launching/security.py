@@ -30,12 +30,10 @@ from ..torch_internals import GLOO_TLS
 from . import interfaces
 from .certificates import Certificates, Contexts, pem_of
 from .door import DoorGuard, secret
+from .job import JOB
 from .launchers import Launch
 
 _log = logging.getLogger("partway.security")
-_WANTED: list[Wanted] = []  # one, where it is wanted
-_BOUND: dict[str, str] = {}  # the variables that were set here
-_IN_PLAIN = set[str]()  # the backends that this process has used without TLS of their own
 
 WAYS = (
     "Start all ranks on one host; or give every rank secure_interface=, an interface that encrypts, such as "
@@ -78,17 +76,17 @@ class Way:
 
 def want(wanted: Wanted | None) -> None:
     """What the next `init` is asked for; None for nothing."""
-    _WANTED[:] = [] if wanted is None else [wanted]
+    JOB.wanted = wanted
 
 
 def wanted() -> Wanted | None:
     """What `init` is asked for."""
-    return _WANTED[0] if _WANTED else None
+    return JOB.wanted
 
 
 def guard() -> DoorGuard | None:
     """Who is let in to the store in which the ranks meet; None: all. Raises RuntimeStateError for a wrong secret."""
-    contexts = _WANTED[0].contexts if _WANTED else None
+    contexts = None if JOB.wanted is None else JOB.wanted.contexts
     known = secret()
     return DoorGuard(known, contexts) if known or contexts is not None else None
 
@@ -100,7 +98,7 @@ def prepare(found: Launch, backend: str) -> Way | None:
     """
     asked = wanted()
     if asked is None:
-        _IN_PLAIN.add(backend)
+        JOB.in_plain.add(backend)
         return None
     if asked.interface is not None:
         way = _by_interface(asked.interface, asked.declared, found)
@@ -110,16 +108,16 @@ def prepare(found: Launch, backend: str) -> Way | None:
         way = _by_tls(asked.certificates, found, backend)
     if way.interface:
         _bind(way.interface)
-        _IN_PLAIN.add(backend)
+        JOB.in_plain.add(backend)
     _log.info("enable_ssl: %s", way.text)
     return way
 
 
 def release() -> None:
     """Unset the variables that `prepare` has set."""
-    for name in _BOUND:
+    for name in JOB.bound:
         os.environ.pop(name, None)
-    _BOUND.clear()
+    JOB.bound.clear()
 
 
 def confirm(store: Any, rank: int, size: int, way: Way | None) -> None:
@@ -216,7 +214,7 @@ def _by_tls(certificates: Certificates | None, found: Launch, backend: str) -> W
         lacks = (
             "gloo's TLS cannot be told crl_path or cipher_list, which would hold for the store alone; leave them out"
         )
-    elif backend in _IN_PLAIN:
+    elif backend in JOB.in_plain:
         lacks = "gloo was used in this process before, without TLS, to which it then does not change; start it anew"
     else:
         files = {"PKEY": _kept(pem_of(certificates.server)[0]), "CERT": _kept(pem_of(certificates.server)[1])}
@@ -259,7 +257,7 @@ def _set(variables: Mapping[str, str]) -> None:
             raise RuntimeStateError(f"enable_ssl=True needs {name}={text}, and it is {shown(there)}; unset it")
     for name, text in variables.items():
         if name not in os.environ:
-            os.environ[name] = _BOUND[name] = text
+            os.environ[name] = JOB.bound[name] = text
 
 
 def _resolved(host: str) -> str:

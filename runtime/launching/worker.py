@@ -23,11 +23,10 @@ from ...strategy.errors import RuntimeStateError
 from ..ranks.answering import AnsweringStore, NoAnswer
 from ..ranks.doing import first_line
 from .door import way_to
+from .job import JOB
 from .launchers import Launch
 from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of
 from .security import guard
-
-_PULSES: list[_Pulse] = []  # of this process, where a scheduler has let it in
 
 
 def join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
@@ -47,8 +46,8 @@ def join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
     if "error" in answer:
         raise RuntimeStateError(answer["error"])
     rank, attempt = answer["rank"], answer["attempt"]
-    _PULSES.append(_Pulse(found, rank, attempt, start))
-    _PULSES[-1].start()
+    JOB.pulses.append(_Pulse(found, rank, attempt, start))
+    JOB.pulses[-1].start()
     if timeout is not None:
         store.set_timeout(timeout)
     return dist.PrefixStore(key(attempt, "group"), store), rank, answer["local"]  # type: ignore[attr-defined]
@@ -80,7 +79,7 @@ def leave(asked: str | None) -> None:
     asked   what asked this process to end, such as "SIGTERM"; None where another worker was asked. Where the scheduler
             recovers, this process then starts again, with the one that takes the other's place, and does not return
     """
-    for pulse in _PULSES:
+    for pulse in JOB.pulses:
         pulse.leave(asked)
 
 

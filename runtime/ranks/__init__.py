@@ -4,4 +4,5 @@ watch.py            the thread that asks and answers; doing.py, answering.py; ov
 agreement.py        what is compared before a plan is followed
 ledger.py           what is compared while steps run; replicas.py: of parameters and states
 stragglers.py       who is waited for; device_memory.py: what the device of each rank has
+world.py            what is kept as long as a process group lasts
 """

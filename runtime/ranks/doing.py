@@ -67,7 +67,7 @@ def last_words(failed: str | None) -> str:
     return f"has ended with {type(error).__name__}: {first_line(error)}{where}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _not_the_users() -> tuple[str, ...]:
     """The folders whose lines are not the user's: PyTorch's, Python's and ours."""
     ours = [path for name, module in sys.modules.items() if name.split(".")[0] == "partway"

@@ -257,7 +257,7 @@ def _version(tensor: Tensor) -> int:
 def sample(tensor: Tensor, turn: int = 0) -> Tensor | None:
     """A few elements of a plain tensor on the CPU, in memory of their own, the same ones whatever its strides are; None
     where they are not cheap to have, or not there. Another `turn` looks at others where the tensor is contiguous."""
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]  # PyTorch annotates a static function as a method
     if not plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     tensor = tensor.detach()

@@ -1,8 +1,8 @@
 """Which ranks the others wait for: where some are slower, the others spend more of their time in collectives.
 
-What a rank waits in collectives adds up in `waits`. Every _LOOKS turns of its ledger each rank leaves word of the share
-of its time that this was; the first rank compares, and logs which ranks are slower than the others when those are other
-ones than before. Over NCCL the host does not wait in collectives, so that nothing is seen.
+What a rank waits in collectives adds up in `waits()`. Every _LOOKS turns of its ledger each rank leaves word of the
+share of its time that this was; the first rank compares, and logs which ranks are slower than the others when those are
+other ones than before. Over NCCL the host does not wait in collectives, so that nothing is seen.
 
 (To look at the frames of other threads instead would change what they do: what a frame refers to lives longer then, by
 which torch.export fails and autograd copies gradients.)
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .doing import named
+from .world import of_world
 
 _LOOKS = 120  # turns of a ledger: a minute
 _CLEAR = 0.2  # the least difference between shares of waits that is said
@@ -42,7 +43,9 @@ class Waits:
         return self._seconds + (time.monotonic() - since if since else 0.0)
 
 
-waits = Waits()
+def waits() -> Waits:
+    """Those of this process since it has the process group that there is."""
+    return of_world(Waits)
 
 
 class Looks:
@@ -51,14 +54,15 @@ class Looks:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._slow: tuple[int, ...] = ()
-        self._count, self._begin, self._waited = 0, time.monotonic(), waits.total()
+        self._waits = waits()
+        self._count, self._begin, self._waited = 0, time.monotonic(), self._waits.total()
 
     def look(self) -> None:
         """Leave word and compare, if it is time. Raises RuntimeError where the store has gone."""
         self._count += 1
         if self._count % _LOOKS:
             return
-        now, waited = time.monotonic(), waits.total()
+        now, waited = time.monotonic(), self._waits.total()
         share = (waited - self._waited) / (now - self._begin)
         self._begin, self._waited = now, waited
         self._store.set(f"waits/{self._rank}", f"{share:.3f}")

@@ -44,6 +44,7 @@ from .doing import ENDED, GONE, MEETS, Doing, first_line, is_alive, last_words, 
 from .flights import Overdue, end_process, flights, given
 from .ledger import Ledger
 from .stragglers import Looks, waits
+from .world import last, of_world
 
 _LOOK = 1.0  # seconds between two looks at who is missing
 _ANSWER = 2.0  # seconds in which a watch answers: it has nothing else to do
@@ -57,11 +58,13 @@ EVERY = "ledger"  # of all ranks
 class Watch:
     """The watch of this rank; every rank of the process group makes one. `timeout`: seconds that a meeting waits."""
 
-    def __init__(self, generation: int) -> None:
+    def __init__(self) -> None:
+        before = last(Watch)
+        self._number: int = 1 if before is None else before._number + 1  # of what it keeps in a store
         self.group = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout_of(self.group).total_seconds()
-        self._prefix = f"partway/{generation}"
+        self._prefix = f"partway/{self._number}"
         self._store, self._own = self._answering(), self._connected()
         self._process, self._asked = os.getpid(), itertools.count()
         self._meetings: dict[tuple[int, ...], int] = {}  # how many there were, by who comes
@@ -457,7 +460,7 @@ class _Rendezvous:
 def _is_over(work: Any, limit: timedelta | None) -> bool:
     """Wait for a collective, no longer than `limit`; whether it is over. Raises what it raised."""
     try:
-        with waits:
+        with waits():
             work.wait() if limit is None else work.wait(limit)
     except RuntimeError:
         if work.is_completed():
@@ -479,26 +482,19 @@ def _connection() -> Any:
         return store
 
 
-_watch: Watch | None = None
-_made = 0
-
-
 def watch() -> Watch:
     """The watch of this process, which is started with the first use of a process group; every rank calls it."""
-    global _watch, _made  # noqa: PLW0603 - a process has one
-    if _watch is None or _watch.group is not dist.group.WORLD:
-        if _watch is not None:
-            _watch.stop()
-        else:
-            atexit.register(_at_exit)
-        _made += 1
-        _watch = Watch(_made)
-    return _watch
+    before = last(Watch)
+    if before is None:
+        atexit.register(_at_exit)
+    elif before.group is not dist.group.WORLD:
+        before.stop()
+    return of_world(Watch)
 
 
 def comparing() -> Watch | None:
     """The watch of this process, if it is at work and told what the ranks do to what they hold alike."""
-    own = _watch
+    own = last(Watch)
     if own is None or own.size == 1 or own.look_every is None or own.group is not dist.group.WORLD:
         return None
     return own
@@ -507,7 +503,8 @@ def comparing() -> Watch | None:
 def end_watch() -> str | None:
     """End the watch, if there is one: the process group or the process ends. What was found to differ, if it was not
     raised."""
-    return _watch.stop() if _watch is not None else None
+    own = last(Watch)
+    return own.stop() if own is not None else None
 
 
 def _at_exit() -> None:

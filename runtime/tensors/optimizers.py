@@ -13,11 +13,9 @@ and states that others have, too (`replicas.py`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +26,19 @@ from ..ranks.replicas import in_turn, ledger_of, note, ranks_of, settings_of
 from ..ranks.watch import Watch, comparing
 from .replaced import current
 from .split_tensor import placed_like
+from .tracked import TRACKED
 
-_modules: WeakSet[nn.Module] = WeakSet()  # whose parameters Partway lays out
-_changes = 0
 _SEEN = "_partway_seen"  # an attribute of gradients that an optimizer has stepped with
 _COUNTS = {"step", "mu_product", "mu", "eta"}  # what PyTorch's optimizers keep of a parameter as one number
 
 
 def changed(module: nn.Module) -> None:
     """Parameters of `module` were replaced or laid out: every optimizer is looked at again when it steps."""
-    global _changes  # noqa: PLW0603 - what optimizers were made of is a matter of the process
-    _changes += 1
-    _modules.add(module)
-    _listen()
-
-
-@functools.cache
-def _listen() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    TRACKED.changes += 1
+    TRACKED.modules.add(module)
+    if not TRACKED.listening:
+        register_optimizer_step_pre_hook(_before_step)
+        TRACKED.listening = True
 
 
 @dataclass
@@ -58,17 +51,15 @@ class _Known:
     steps: int = 0
 
 
-_known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if (known := _known.get(optimizer)) is None:
-        known = _known[optimizer] = _Known()
+    known: _Known | None = TRACKED.optimizers.get(optimizer)
+    if known is None:
+        known = TRACKED.optimizers[optimizer] = _Known()
         optimizer.register_load_state_dict_post_hook(_after_load)
-    now = (_changes, *(len(group["params"]) for group in optimizer.param_groups))
+    now = (TRACKED.changes, *(len(group["params"]) for group in optimizer.param_groups))
     if known.state != now:
         bring_up_to_date(optimizer)
-        named = {id(p): (name, p) for module in _modules for name, p in module.named_parameters()}
+        named = {id(p): (name, p) for module in TRACKED.modules for name, p in module.named_parameters()}
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         known.state, known.names = now, [named[id(p)] for p in held if id(p) in named]
     known.steps += 1
@@ -78,7 +69,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_load(optimizer: torch.optim.Optimizer) -> None:
     """States that are split are in no other rank."""
-    known = _known[optimizer]
+    known = TRACKED.optimizers[optimizer]
     if known.names and comparing() is not None:
         ledger_of(_among(known)).settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
 
@@ -117,7 +108,7 @@ def _kept(gradient: Tensor | None) -> int:
 
 def bring_up_to_date(optimizer: torch.optim.Optimizer) -> None:
     """Give `optimizer` the parameters that have taken the place of its own, and lay out its states like them."""
-    ours = {id(parameter) for module in _modules for parameter in module.parameters()}
+    ours = {id(parameter) for module in TRACKED.modules for parameter in module.parameters()}
     for group in optimizer.param_groups:
         for i, held in enumerate(group["params"]):
             new = group["params"][i] = current(held)  # in place: some optimizers keep the list

@@ -108,7 +108,7 @@ def hold(module: nn.Module, name: str, part: Tensor) -> None:
     if attribute in buffers_in(owner):
         buffers_in(owner)[attribute] = part
         return
-    parameter = parameters_in(owner)[attribute]
+    parameter: nn.Parameter | None = parameters_in(owner)[attribute]
     assert parameter is not None
     held = split_tensor(part, spec_of(parameter)) if isinstance(parameter, DTensor) else part
     new = nn.Parameter(held, requires_grad=parameter.requires_grad)

@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...propagation.torch_internals import DisableTorchFunction, tree_map
 from ...strategy.errors import RuntimeStateError
+from .tracked import TRACKED
 
 _BY = "_partway_replaced_by"
-
-_stand_ins: Any = WeakTensorKeyDictionary()  # as a set
 
 
 class Replaced(nn.Parameter):
@@ -54,7 +52,7 @@ def replace(old: nn.Parameter, new: nn.Parameter, name: str) -> None:
     vars(old).clear()
     vars(old)[_BY] = new
     old.__class__ = Replaced
-    _stand_ins[old] = True
+    TRACKED.replaced[old] = True
 
 
 def current(value: Any) -> Any:
@@ -68,7 +66,7 @@ def let_go(parameters: Collection[Tensor]) -> None:
     """Free the memory of what stands for one of these, which no longer share it."""
     ids = {id(parameter) for parameter in parameters}
     with DisableTorchFunction():
-        for old in list(_stand_ins):
+        for old in list(TRACKED.replaced):
             if id(current(old)) in ids:
                 object.__setattr__(old, "data", old.new_empty(0))  # its own
 

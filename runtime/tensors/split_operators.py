@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ..ranks.replicas import ledger_of, ranks_of
 from ..ranks.watch import comparing
 from ..torch_internals import in_backward, is_documented, local_part_of, spec_of
 from .gather import exchange, gather
+
+if TYPE_CHECKING:
+    from .split_tensor import SplitTensor, SplitView
 
 aten = torch.ops.aten
 _LARGE = 2**28  # bytes: gathering so much for an operator is worth a warning
@@ -52,7 +55,7 @@ def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """What the ATen operator `op` gives of arguments of which some are split."""
     if _writes(op):
         tell_of_write(_name(op), _written(op, args, kwargs), args, kwargs)
-    return (_HOW.get(op) or _how(op))(op, args, kwargs)
+    return _how(op)(op, args, kwargs)
 
 
 def tell_of_write(
@@ -133,15 +136,14 @@ def _slices(
 
 def has_slices(spec: Any) -> bool:
     """Whether parts are slices, so that an operator by element may work on them."""
-    if id(spec) not in _SLICED:
-        if len(_SLICED) >= _MOST_SPECS:
-            _SLICED.clear()
-        _SLICED[id(spec)] = is_documented(spec) and not any(isinstance(p, Partial) for p in spec.placements), spec
-    return _SLICED[id(spec)][0]
+    known: bool | None = getattr(spec, _HAS_SLICES, None)
+    if known is None:
+        known = is_documented(spec) and not any(isinstance(p, Partial) for p in spec.placements)
+        setattr(spec, _HAS_SLICES, known)
+    return known
 
 
-_SLICED: dict[int, tuple[bool, Any]] = {}  # by the id of a spec, which it keeps: to hash one takes longer than to look
-_MOST_SPECS = 2**16
+_HAS_SLICES = "_partway_has_slices"  # an attribute of specs: to hash one takes longer than to look
 
 
 def _lies_as(value: Any, spec: Any) -> bool:
@@ -402,7 +404,7 @@ def _plain(value: Any, what: str) -> Any:
 
 def _viewed(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """A view of a split tensor."""
-    base = args[0]
+    base: SplitTensor | SplitView = args[0]
     if isinstance(base, DTensor) and all(isinstance(p, Replicate) for p in spec_of(base).placements):
         return op(local_part_of(base), *args[1:], **kwargs)  # each rank has all of the memory
     return base.viewed(op, args[1:], kwargs)
@@ -435,13 +437,13 @@ def _warn_if_large(op: Any, value: Any) -> None:
 # -- Which operator does what -----------------------------------------------------------------------------------------
 
 How = Callable[[Any, Operands, dict[str, Any]], Any]
-_HOW: dict[Any, How] = {}
 
 
 def _name(op: Any) -> str:
     return str(schema_of(op).name).partition("::")[2]
 
 
+@lru_cache(maxsize=4096)
 def _how(op: Any) -> How:
     name = _name(op)
     how: How = on_whole
@@ -463,7 +465,6 @@ def _how(op: Any) -> How:
         how = _by_element
     elif _shares_memory(op):
         how = _viewed
-    _HOW[op] = how
     return how
 
 

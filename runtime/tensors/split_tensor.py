@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -53,7 +54,7 @@ _READS_MEMORY = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", 
 _NUMBERS = frozenset(
     {int, float, bool, complex, type(None), torch.dtype, torch.memory_format, torch.device, torch.layout}
 )
-_PLAIN = {Tensor}
+_PLAIN = frozenset({Tensor})
 _REDUCING = ("_foreach_norm", "_foreach_max")
 _IN_PLACE = {"__iadd__": "add_", "__isub__": "sub_", "__imul__": "mul_", "__idiv__": "div_", "__itruediv__": "div_"}
 _OPERATORS = frozenset({"H", "T", "imag", "mH", "mT", "real"})  # attributes that are operators
@@ -80,7 +81,7 @@ class SplitTensor(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (_HOW.get(func) or _how(func))(func, types, args, kwargs or {})
+        return _how(func)(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as DTensor's own
@@ -174,7 +175,7 @@ class SplitView(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (_HOW.get(func) or _how(func))(func, types, args, kwargs or {})
+        return _how(func)(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as DTensor's own
@@ -201,7 +202,7 @@ class SplitView(Tensor):
         return copy.deepcopy(_value(self), memo)
 
 
-_SPLIT = {SplitTensor}
+_SPLIT = frozenset({SplitTensor})
 takes_foreach(SplitTensor)
 
 
@@ -599,9 +600,7 @@ def _requires_grad(tensor: Tensor) -> bool:
     return bool(as_object(_REQUIRES_GRAD, (), (tensor,), {}))
 
 
-_HOW: dict[Any, How] = {}
-
-
+@lru_cache(maxsize=4096)
 def _how(func: Callable[..., Any]) -> How:
     """What a function of PyTorch's does with a split tensor."""
     name = getattr(func, "__name__", "")
@@ -624,5 +623,4 @@ def _how(func: Callable[..., Any]) -> How:
         how = _by_element
     elif name in _OF_ITSELF or (name[:1] == "_" != name[1:2] and not hasattr(aten, name)):
         how = _as_object  # what is private and no operator
-    _HOW[func] = how
     return how

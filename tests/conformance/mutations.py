@@ -261,9 +261,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             'if self._store.check([f"parted/{n}/{rank}" for rank in range(self.size)]):', "if True:",
             "runtime/ranks/test_watch.py::test_rank_0_stays_until_the_others_know_that_a_meeting_has_failed",
         ),
+    )
+    + of_file(
+        "runtime/ranks/world.py",
         (
             "a second process group has a watch of its own",
-            "or _watch.group is not dist.group.WORLD", "",
+            "if group is not dist.group.WORLD:", "if group is make:",
             "runtime/ranks/test_watch.py::test_a_second_process_group_has_a_watch_of_its_own",
         ),
     )

@@ -96,7 +96,7 @@ def fails_without_waiting(name: str) -> None:
 
     def hasty(self: Any) -> Any:
         results = self._finish()
-        with waits:
+        with waits():
             for work in self.works:
                 work.wait()
         works.append(self)

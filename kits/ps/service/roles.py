@@ -24,6 +24,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from partway.ps.service import cluster, settings
 from partway.ps.service.cluster import COORDINATOR, Gone, Link, Node, Site
@@ -368,9 +369,8 @@ def end() -> None:
 def _stop_actors() -> None:
     import ray
 
-    for name in [
-        each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == cluster.SPACE
-    ]:
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # of all namespaces they are no texts
+    for name in [each["name"] for each in actors if each["namespace"] == cluster.SPACE]:
         ray.kill(ray.get_actor(name, cluster.SPACE))
 
 

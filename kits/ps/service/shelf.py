@@ -35,9 +35,11 @@ class ShelfSnapshot(Protocol):
 
     def get(self, key: bytes) -> Any:
         """The bytes under a key; None if there are none."""
+        ...
 
     def items(self, prefix: bytes) -> Iterator[Record]:
         """All records whose keys begin with `prefix`, in the order of their keys."""
+        ...
 
     def close(self) -> None:
         """Needed no more."""
@@ -55,6 +57,7 @@ class Shelf(Protocol):
 
     def view(self) -> ShelfSnapshot:
         """The records as they are now, whatever comes later."""
+        ...
 
     def sync(self) -> None:
         """Wait until all is on the disk."""

@@ -152,4 +152,5 @@ def _json(kind: str, value: Any) -> str:
 @cache
 def asset(name: str) -> str:
     """A file that comes with the package, whose text nothing in a script or style element ends."""
+    assert __package__ is not None
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ class LayoutParts:
         own = []
         for dim in range(len(self.shape)):
             by = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
-            at = np.ravel_multi_index(tuple(coordinates[by]), [sizes[i] for i in by]) if by else coordinates[0] * 0
+            at: Any = np.ravel_multi_index(tuple(coordinates[by]), [sizes[i] for i in by]) if by else coordinates[0] * 0
             cut = self._cut(dim)
             own.append([cut[position] for position in at])
         return tuple(zip(*own, strict=True)) if own else ((),) * len(self.devices)

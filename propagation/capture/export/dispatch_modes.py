@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import fx
+from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from ....strategy.errors import CaptureError
@@ -78,7 +78,7 @@ class Regions(TorchFunctionMode):
         if call not in self._calls:
             _check_checkpoint(call)
             self._calls[call] = len(self._calls)
-        with fx.traceback.preserve_node_meta(), fx.traceback.annotate(marked(self._calls[call])):
+        with preserve_node_meta(), annotate(marked(self._calls[call])):
             return func(*args, **(kwargs or {}))
 
 
@@ -148,7 +148,7 @@ class Traceable(TorchFunctionMode):
     """Replaces functions of PyTorch that torch.export cannot trace, or traces wrongly, by equal ones."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))

@@ -61,7 +61,7 @@ def tensors_read(exported: torch.export.ExportedProgram) -> list[torch.Tensor]:
     """The tensors from outside the function that the traced graph reads as numbers: torch.export will write these
     down as they are now."""
     follows: dict[fx.Node, dict[int, torch.Tensor]] = {}  # from which constants a node follows, if from these alone
-    constants = {
+    constants: dict[str, Any] = {
         spec.arg.name: exported.constants[spec.target or ""]
         for spec in exported.graph_signature.input_specs
         if spec.kind is InputKind.CONSTANT_TENSOR

@@ -33,6 +33,10 @@ class _Stderr:
         dropped, self._end = graph or text == self._end, "\n" if graph else ""
         return len(text) if dropped else int(self._stream.write(text))
 
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:

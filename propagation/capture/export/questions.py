@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.distributions import Distribution
+from torch.fx.node import map_arg
 
 from ....strategy.errors import CaptureError
 from ...graph.question import Answer, Leaf, Operation, Question, Slot, Values
@@ -216,7 +217,7 @@ class Answering(TorchDispatchMode):
         needed: set[int] = set()
         for node in reversed(graph.nodes):
             memory = {_memory(t) for t in _tensors(node.meta.get("val"))}
-            written = _written(node.target, *fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
+            written = _written(node.target, *map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
             if node.op == "output" or memory & needed or any(_memory(t) in needed for t in written):
                 needed.update(_memory(t) for operand in node.all_input_nodes for t in _tensors(operand.meta.get("val")))
         return not needed.isdisjoint(self._drawn)

@@ -10,7 +10,6 @@ import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,9 +18,9 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
-from ....strategy.afterwards import afterwards
 from ....strategy.errors import CaptureError, PartwayError
 from ....strategy.notation import counted
+from ....strategy.under_way import meanwhile, under_way
 from ...graph.port import Role
 from ...graph.question import Leaf
 from ...graph.structure import Call, Structure, flatten, name_of, state_of
@@ -43,8 +42,6 @@ from .stand_ins import StandIns, attributes_of
 
 Dims = frozenset[tuple[int, int]]  # of the tensors of a call, by place
 
-_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
-
 
 class EffectListener(Protocol):
     """Notes what a function leaves behind in Python while it is captured."""
@@ -54,6 +51,7 @@ class EffectListener(Protocol):
 
     def end(self) -> list[Any]:
         """The function has run: the values that it leaves."""
+        ...
 
     def abort(self) -> None:
         """The function raised an error."""
@@ -63,6 +61,7 @@ class EffectListener(Protocol):
 
     def noted(self) -> Noted:
         """What Python holds now."""
+        ...
 
 
 class NoEffects:
@@ -136,7 +135,7 @@ class Traced:
 
 def capturing() -> bool:
     """Whether a function is being captured right now: a nested `shard` is then a constraint."""
-    return _capturing.get()
+    return under_way().capturing
 
 
 def trace(attempt: Attempt) -> Traced:
@@ -180,14 +179,12 @@ def _exported(
     """The functional program of `flat`, with its signature and constants, and the tensors from outside that it reads as
     numbers."""
     fn, answering = attempt.fn, attempt.answering
-    before = _capturing.get()
     with (
-        without_pythons_random_numbers(fn), afterwards(lambda: _capturing.set(before)),
+        without_pythons_random_numbers(fn), meanwhile(capturing=True),
         warnings.catch_warnings(record=True) as said,
         torch.inference_mode(torch.is_inference_mode_enabled() and not attempt.gradients),
         torch.set_grad_enabled(attempt.gradients),
     ):  # fmt: skip
-        _capturing.set(True)
         given = attempt.call.tensors
         example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
         example = (*example[: len(given) - attempt.call.numbers], *map(_of_size, attempt.numbers))

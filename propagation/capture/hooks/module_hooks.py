@@ -31,6 +31,7 @@ class Noted(Protocol):
 
     def left(self) -> list[Any]:
         """The values that were put somewhere since."""
+        ...
 
     def restore(self) -> None:
         """Put everything back."""

@@ -7,22 +7,17 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from ....strategy.afterwards import afterwards
+from ....strategy.under_way import meanwhile, under_way
 from ...torch_internals import global_hooks
 from .hook_kinds import KINDS, computes_parameters
 
-_awake: ContextVar[bool] = ContextVar("awake", default=False)  # whether a function with hooks is captured
 
-
-@contextlib.contextmanager
-def awake() -> Iterator[None]:
+def awake() -> contextlib.AbstractContextManager[None]:
     """Meanwhile no hook rests: a function is captured, and its hooks with it."""
-    with afterwards(lambda: _awake.set(False)):
-        _awake.set(True)
-        yield
+    return meanwhile(hooking=True)
 
 
 def rest_outside(store: dict[int, Any], rest: bool) -> None:
@@ -34,12 +29,12 @@ def rest_outside(store: dict[int, Any], rest: bool) -> None:
             hook.__class__ = _resting(kind) if rest else kind.__bases__[0]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _resting(kind: Any) -> Any:
     """`kind` with a call that does nothing, except while it is captured."""
 
     def call(self: Any, module: Any, arguments: Any) -> Any:
-        return kind.__call__(self, module, arguments) if _awake.get() else None
+        return kind.__call__(self, module, arguments) if under_way().hooking else None
 
     body = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "_rests": True}
     return type(kind.__name__, (kind,), body)

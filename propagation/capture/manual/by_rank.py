@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ....strategy.errors import CaptureError
 from ...graph.graph import Graph, Text
@@ -195,7 +196,7 @@ class _Merging:
         return found
 
     def _frozen(self, rank: _Rank, node: fx.Node) -> str:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{rank.numbers[n]}>")
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: f"<{rank.numbers[n]}>")
         return f"{args} {kwargs}"
 
     # -- what differs
@@ -376,7 +377,7 @@ def _call(node: fx.Node | None) -> str:
         return ""
     if node.target is by_hand.send_receive:  # whose neighbours are not those of another rank
         return f"{operator_name(node)}({argument(node, 'axes')})"
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: "tensor")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: "tensor")
     return f"{operator_name(node)}{args}{kwargs}"
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.fx.node import map_arg
 
 from ....strategy.afterwards import afterwards
 from ....strategy.errors import CaptureError
@@ -223,7 +224,7 @@ def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.
     env: dict[fx.Node, Any] = dict(zip(placeholders, [*cotangents, *outer, x], strict=True))
     for n in traced.graph.nodes:
         if n.op == "call_function":
-            args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
+            args, kwargs = map_arg((n.args, n.kwargs), env.__getitem__)
             env[n] = b(n.target, *args, **kwargs)
     final = next(n for n in traced.graph.nodes if n.op == "output").args[0]
     return [None if n is None else env[n] for n in final] or [None] * len(cotangents)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ....strategy.errors import CaptureError
 from ...graph.nodes import at_source, draws_random_numbers, module_path, shape
@@ -71,7 +72,7 @@ def _inlined(b: Builder, body: fx.GraphModule, operands: Sequence[fx.Node]) -> l
         if node.op == "placeholder":
             inlined[node] = next(inputs)
         elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), inlined.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), inlined.__getitem__)
             inlined[node] = b(node.target, *args, **kwargs)
         elif node.op == "output":
             return [inlined[result] for result in tree_flatten(node.args[0])[0]]

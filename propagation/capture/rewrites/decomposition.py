@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -219,20 +219,20 @@ def _becomes_no_composite(operator: OpOverload) -> bool:
     return operator in _tables()[0] or not is_composite(operator)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
     """What becomes of each composite operator, and the decompositions of others."""
     composite, others = split_decompositions(dict(written_out()))
     return composite, others
 
 
-@cache
+@lru_cache(maxsize=1)
 def _names() -> frozenset[str]:
     """The names of what is written out and not simple: a write in place becomes that and a copy."""
     return frozenset(schema_of(operator).name for operator in written_out() if operator not in _SIMPLE)
 
 
-@cache
+@lru_cache(maxsize=1)
 def written_out() -> dict[Any, Any]:
     """The decomposition of each operator that is written out, for `run_decompositions`."""
     every = torch.export.default_decompositions()

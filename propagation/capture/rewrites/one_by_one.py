@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
+from torch.fx.node import map_arg
 
 from ...torch_internals import FakeTensor, OpOverload, graph_module, moved_meta, schema_of, tracing_calls, tree_leaves
 
@@ -62,7 +63,7 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
             elif node.op == "get_attr":
                 env[node] = getattr(exported.graph_module, node.target)
             elif node.op == "output":
-                made.output(fx.node.map_arg(node.args[0], env.__getitem__))
+                made.output(map_arg(node.args[0], env.__getitem__))
             elif node.target is operator.getitem:
                 env[node] = env[node.args[0]][node.args[1]]
             else:
@@ -130,13 +131,13 @@ class _TracedCall:
 
     def __init__(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
         self.node = node
-        self._arguments: Any = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        self._arguments: Any = map_arg((node.args, node.kwargs), env.__getitem__)
         leaves = tree_leaves(self._arguments)
         self.operands: list[fx.Node] = list(dict.fromkeys(each for each in leaves if isinstance(each, fx.Node)))
         self.kind: Any = node  # a region is like no other
         if isinstance(node.target, OpOverload):
             places: dict[fx.Node, Any] = {operand: _ResultPlace(place) for place, operand in enumerate(self.operands)}
-            text = repr(fx.node.map_arg(self._arguments, places.__getitem__))  # in which 1, 1.0 and True differ
+            text = repr(map_arg(self._arguments, places.__getitem__))  # in which 1, 1.0 and True differ
             self.kind = node.target, text, tuple(_known(operand.meta["val"]) for operand in self.operands)
 
     def examples(self) -> list[torch.Tensor]:
@@ -145,7 +146,7 @@ class _TracedCall:
 
     def run(self, *operands: torch.Tensor) -> Any:
         """What it gives for these `operands`."""
-        args, kwargs = fx.node.map_arg(self._arguments, dict(zip(self.operands, operands, strict=True)).__getitem__)
+        args, kwargs = map_arg(self._arguments, dict(zip(self.operands, operands, strict=True)).__getitem__)
         return self.node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -173,9 +174,9 @@ class _Written:
         own = dict(zip(self._graph.find_nodes(op="placeholder"), call.operands, strict=True))
         for node in self._graph.nodes:
             if node.op == "output":
-                return fx.node.map_arg(node.args[0], own.__getitem__)
+                return map_arg(node.args[0], own.__getitem__)
             if node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)
+                args, kwargs = map_arg((node.args, node.kwargs), own.__getitem__)
                 name = _NUMBER.sub("", node.name)
                 own[node] = made.create_node(node.op, node.target, args, kwargs, name, node.type)
                 own[node].meta = moved_meta(node, self._first, call.node)

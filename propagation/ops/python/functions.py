@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ....strategy.errors import RuntimeStateError, shown
 from ...torch_internals import storage_key, with_autograd
+from ..keyed import FUNCTIONS
 from ..registration import define
 
 
@@ -36,27 +37,25 @@ class CapturedFunctions:
     like: Callable[..., Sequence[Tensor]]
 
 
-_MADE: dict[str, CapturedFunctions] = {}  # by key: what the programs of this process may run
-
-
 def made_of(text: str) -> str:
     """The key of the functions that `text`, which capture wrote, defines."""
     key = hashlib.sha256(text.encode()).hexdigest()
-    if key not in _MADE:
+    if key not in FUNCTIONS:
         names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
         exec(compile(text, "<control flow>", "exec"), names)
-        _MADE[key] = CapturedFunctions(text, names["forward"], names["like"])
+        FUNCTIONS[key] = CapturedFunctions(text, names["forward"], names["like"])
     return key
 
 
 def functions_of(key: str) -> CapturedFunctions:
     """The functions called `key`. Raises RuntimeStateError for a key that capture did not make in this process."""
-    if key not in _MADE:
+    if key not in FUNCTIONS:
         raise RuntimeStateError(
             f"partway::run is called with {shown(key)}, which is not a key of what was captured in this process; "
             "it runs nothing else. Shard the model itself, and not a program in which the operator was kept"
         )
-    return _MADE[key]
+    captured: CapturedFunctions = FUNCTIONS[key]
+    return captured
 
 
 def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:

@@ -9,17 +9,17 @@ Hooks are collected while a function is captured (`capture/hooks/hooks.py`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import has_side_effect
 
 from ....strategy.errors import RuntimeStateError
 from ...torch_internals import version_of
+from .. import keyed
 from ..registration import define
 
 
@@ -32,16 +32,16 @@ class Hook:
     attached: tuple[bool, ...] = ()  # of what is observed: whether it needs a gradient
 
 
-# A program names hooks by number; each lives as long as the graph that it is of.
-_hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
 def number_of(hook: Hook) -> int:
     """A new number by which the operators find `hook` as long as somebody holds it."""
-    number = next(_numbers)
-    _hooks[number] = hook
+    number = next(keyed.NUMBERS)
+    keyed.HOOK_OF[number] = hook
     return number
+
+
+def _hook(key: int) -> Hook:
+    hook: Hook = keyed.HOOK_OF[key]
+    return hook
 
 
 class _Attached(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Attached(torch.autograd.Function):
 
 
 def _observed(xs: list[Tensor], read: list[Tensor], key: int) -> list[Tensor]:
-    hook, every = _hooks[key], [*xs, *read]
+    hook, every = _hook(key), [*xs, *read]
     versions = [version_of(x) for x in every]
     with torch.enable_grad():
         hook.call([
@@ -79,7 +79,7 @@ def _observed(xs: list[Tensor], read: list[Tensor], key: int) -> list[Tensor]:
 
 
 def _hooked_backward(gradients: list[Tensor], key: int) -> list[Tensor]:
-    hook = _hooks[key]
+    hook = _hook(key)
     returned = hook.call(list(gradients))
     if returned is None:
         return list(gradients)
@@ -133,7 +133,7 @@ observed = define(
 )  # fmt: skip
 HOOKS = frozenset({hooked, hooked_backward, observed})
 for _operator in (hooked, observed):  # nobody may need what they return
-    fx.node.has_side_effect(_operator)
+    has_side_effect(_operator)
 
 
 def calls_hook(node: fx.Node) -> bool:

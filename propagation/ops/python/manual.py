@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....strategy.errors import RuntimeStateError, VerifyError, shown
+from ..keyed import MANUALS
 from ..registration import define
 
 
@@ -29,29 +30,28 @@ class ManualFacts(Protocol):
     @property
     def word(self) -> str:
         """What plans call it."""
+        ...
 
     @property
     def results(self) -> Sequence[Any]:
         """What each result is: `shape` of the whole tensor, `dtype` and `device`."""
-
-
-_KNOWN: dict[str, Any] = {}  # by key: the manual functions that were traced in this process
+        ...
 
 
 def keep(key: str, manual: ManualFacts) -> None:
     """Let the manual function be known by its key. An equal one that is known already stays."""
-    _KNOWN.setdefault(key, manual)
+    MANUALS.setdefault(key, manual)
 
 
 def manual_of(key: str) -> Any:
     """The manual function called `key`. Raises RuntimeStateError for a key that was not made in this process."""
-    if key not in _KNOWN:
+    if key not in MANUALS:
         raise RuntimeStateError(
             f"partway::manual is called with {shown(key)}, which is not the key of a manual function that was traced "
             f"in this "
             "process; call the function that pw.manual made"
         )
-    return _KNOWN[key]
+    return MANUALS[key]
 
 
 def _fake_manual(operands: list[Tensor], key: str) -> list[Tensor]:

@@ -156,27 +156,27 @@ def whole_groups(x: fx.Node, mean: fx.Node, var: fx.Node, channels: int) -> int 
 def _expand_batch_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     """aten._native_batch_norm_legit_functional: (y, saved mean, saved rstd, new mean, new var)."""
     x, weight, bias, old_mean, old_var, training, momentum, eps = node.args[:8]
-    return _batch_norm_of(b, node, x, weight, bias, old_mean, old_var, training, momentum, eps)
+    return _batch_norm_of(b, node, (x, weight, bias, old_mean, old_var), training, momentum, eps)
 
 
 def _expand_batch_norm_eval(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     """aten._native_batch_norm_legit_no_training: by the running statistics."""
     x, weight, bias, mean, var, momentum, eps = node.args[:7]
-    return _batch_norm_of(b, node, x, weight, bias, mean, var, False, momentum, eps)
+    return _batch_norm_of(b, node, (x, weight, bias, mean, var), False, momentum, eps)
 
 
 def _expand_batch_norm_stateless(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     """aten._native_batch_norm_legit.no_stats: without running statistics."""
     x, weight, bias, training, momentum, eps = node.args[:6]
-    return _batch_norm_of(b, node, x, weight, bias, None, None, training, momentum, eps)
+    return _batch_norm_of(b, node, (x, weight, bias, None, None), training, momentum, eps)
 
 
 def _batch_norm_of(
-    b: Builder, node: fx.Node, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, training: Any,
-    momentum: Any, eps: Any,
-) -> tuple[fx.Node | None, ...]:  # fmt: skip
+    b: Builder, node: fx.Node, tensors: tuple[Any, ...], training: Any, momentum: Any, eps: Any
+) -> tuple[fx.Node | None, ...]:
     """In training the statistics are those of the moments, which are sums over the whole batch, or those of each part
-    of the batch."""
+    of the batch. `tensors`: x, weight, bias, running mean and variance."""
+    x, weight, bias, old_mean, old_var = tensors
     if training and b.batch_norm_parts > 1 and not _is_synchronised(node):
         _check_parts(node, b.batch_norm_parts)
         return _part_norm_of(b, x, weight, bias, old_mean, old_var, momentum, eps)

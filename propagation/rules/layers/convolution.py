@@ -89,7 +89,7 @@ def _convolution(
         dims = [(*lead, ("g",), *space), (*channels, *window), (("g", "o"),)]
         out = (*lead, ("g", "o"), *space)
     operand_count = len(operands(node))
-    halos = tuple(Halo(0, space[d][0], reaches[d], fill) for d in range(count) if space[d])
+    halos = tuple(Halo(0, part, reaches[d], fill) for d in range(count) for part in space[d])
     bias = frozenset({2} if operand_count == 3 else ())
     # not in the image where what is beyond its ends is an addend of its own
     linear = tuple(bias | {i} for i in (0, 1) if i or fill == 0.0 or fill in REPEATS)

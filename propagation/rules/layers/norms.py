@@ -160,7 +160,7 @@ def _expand_layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     outer, inner = shape(x)[:-dims], shape(x)[-dims:]
     lead = outer if len(outer) in (1, 2) else (math.prod(outer[:-1]), *outer[-1:]) if outer else (1,)
     y = _as(b, b.cast(x, wide(value(x).dtype)), (*lead, *inner))
-    y = _normalised(b, y, _group_statistics(b, y, lead[1] if lead[1:] else 1), None, None, argument(node, "eps"))
+    y = _normalised(b, y, _group_statistics(b, y, lead[1] if len(lead) > 1 else 1), None, None, argument(node, "eps"))
     y = _as(b, y, shape(x))
     if argument(node, "weight") is not None:
         y = b(aten.mul.Tensor, y, argument(node, "weight"))

@@ -67,7 +67,8 @@ def _layer_by_layer(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | N
         here = [b(aten.slice.Tensor, s, 0, layer * directions, (layer + 1) * directions) for s in states]
         initial = here if isinstance(argument(node, "hx"), list | tuple) else here[0]
         own = list(weights[layer * count : (layer + 1) * count])
-        results = b(node.target, x, initial, own, biases, 1, 0.0, True, both, first)
+        one_layer = biases, 1, 0.0, True, both, first
+        results = b(node.target, x, initial, own, *one_layer)
         x = b(operator.getitem, results, 0)
         for i, of_layer in enumerate(last):
             of_layer.append(b(operator.getitem, results, i + 1))

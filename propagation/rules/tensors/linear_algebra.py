@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ...graph.nodes import argument, operands, shape, value
 from ...ops.by_rank import regular
@@ -207,7 +208,7 @@ def distances(node: fx.Node) -> Rule:
 def _with_regular(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """The call itself, with matrices and pivots in the padding of uneven shards that can be decomposed."""
     count = itertools.count()
-    filled: Any = fx.node.map_arg((args, kwargs), lambda part: _regular_padding(emit, next(count), part))
+    filled: Any = map_arg((args, kwargs), lambda part: _regular_padding(emit, next(count), part))
     return emit.call(emit.node.target, *filled[0], **filled[1])
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ....strategy.errors import CaptureError
 from ...graph.nodes import argument, argument_names, at_source, operands, shape, value
@@ -54,7 +55,7 @@ def _local_draw(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def drawn(
-    b: Builder, kind: str, parameters: list[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
+    b: Builder, kind: str, parameters: Sequence[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
 ) -> fx.Node:
     """A tensor of random numbers on the device of `like`. Complex ones have a real and an imaginary part of the same
     kind, which share the variance of normal ones."""
@@ -109,7 +110,7 @@ def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
         ordered = b(aten.permute.default, x, order)
         return _from_order(b, b(aten.clone.default, ordered, memory_format=torch.contiguous_format), order)
 
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), laid)
+    args, kwargs = map_arg((node.args, node.kwargs), laid)
     drawn_whole = b(node.target, *args, **kwargs)
     drawn_whole.meta[_LAID] = True
     return drawn_whole

@@ -25,6 +25,7 @@ from partway.compiler import passes
 from partway.compiler.passes import PLANNING, STEP
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import SearchProblem
+from partway.runtime.launching.job import JOB
 
 RANK = Path("rank_0")
 
@@ -32,7 +33,7 @@ RANK = Path("rank_0")
 @pytest.fixture(autouse=True)
 def new_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder is there from an earlier run."""
-    monkeypatch.setattr(record, "_folders", {})
+    monkeypatch.setattr(JOB, "folders", {})
 
 
 @pytest.fixture
@@ -306,7 +307,7 @@ def test_a_run_whose_folder_is_taken_has_one_beside_it(saved: Path, monkeypatch:
     (saved / RANK).mkdir(parents=True)
     (saved / RANK / "mine.txt").write_text("mine")
     for _ in range(2):
-        monkeypatch.setattr(record, "_folders", {})  # another process
+        monkeypatch.setattr(JOB, "folders", {})  # another process
         pw.compile(twice, (torch.ones(4),), mesh={"d": 2})
     assert sorted(path.name for path in saved.iterdir()) == ["rank_0", "rank_0.1", "rank_0.2"]
     assert contents(saved / RANK) == {"mine.txt": "mine"}

@@ -18,6 +18,7 @@ from scripts import run_ranks
 import partway as pw
 from partway import ops
 from partway.runtime import groups
+from partway.runtime.ranks import world
 from partway.strategy import Mesh, RuntimeStateError, StrategyError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -27,7 +28,7 @@ WORLD = pw.GlobalComm.WORLD_COMM_GROUP
 @pytest.fixture(autouse=True)
 def _no_groups() -> Any:
     yield
-    groups._current.clear()
+    world._KEPT.pop(groups._Groups, None)
 
 
 # -- in one process
@@ -212,7 +213,7 @@ def test_collectives_in_a_group_take_every_dtype_and_parts_of_other_sizes(on_ran
 
 def first_call_of_some() -> float:
     """No group is made yet; ranks that are not in one do not come."""
-    groups._current.clear()
+    world._KEPT.pop(groups._Groups, None)
     group = dist.new_group([1, 3])
     if pw.get_rank() not in (1, 3):
         return 0.0

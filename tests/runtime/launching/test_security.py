@@ -19,6 +19,7 @@ from certificates import Authority
 import partway as pw
 from partway.runtime.launching import interfaces, security
 from partway.runtime.launching.certificates import Certificates, Identity
+from partway.runtime.launching.job import JOB
 from partway.runtime.launching.launchers import Launch, launch
 from partway.runtime.launching.security import Wanted, Way, confirm, prepare, want
 from partway.strategy import RuntimeStateError
@@ -32,7 +33,7 @@ LOCAL = Way("lo", "127.0.0.1", "")
 def nothing_wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_MNNVL_ENABLE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(security, "_IN_PLAIN", set())
+    monkeypatch.setattr(JOB, "in_plain", set())
     yield
     want(None)
     security.release()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from partway.runtime.tensors import replaced
 from partway.runtime.tensors.replaced import carried, current, let_go, replace
+from partway.runtime.tensors.tracked import TRACKED
 from partway.strategy import RuntimeStateError
 
 
@@ -81,10 +81,10 @@ def test_memory_of_the_old_parameter_is_let_go_and_so_is_the_parameter():
         assert old.shape == (0,)
     assert new.untyped_storage().nbytes() == 24
     assert old.shape == (2, 3)
-    known = len(replaced._stand_ins)
+    known = len(TRACKED.replaced)
     del old
     gc.collect()
-    assert len(replaced._stand_ins) == known - 1
+    assert len(TRACKED.replaced) == known - 1
 
 
 def test_a_hook_that_looks_for_the_old_parameter_is_named():

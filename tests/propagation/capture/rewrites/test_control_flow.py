@@ -239,7 +239,7 @@ def test_an_exported_program_with_a_text_of_its_own_runs_nothing(tmp_path):
     key = functions.made_of("def forward(x): return [x + 1]\n\ndef like(x): return [x]\n")
     x = torch.ones(2)
     torch.export.save(torch.export.export(Hostile(), (x,)), tmp_path / "program.pt2")
-    functions._MADE.pop(key)  # another process
+    functions.FUNCTIONS.pop(key)  # another process
     program = torch.export.load(tmp_path / "program.pt2").module()
     with pytest.raises(pw.RuntimeStateError, match="it runs nothing else"):
         program(x)

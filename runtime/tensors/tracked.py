@@ -1,0 +1,36 @@
+"""What is known of users' tensors, modules and optimizers, for as long as they live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass
+class Tracked:
+    """The objects of users that this process knows.
+
+    modules     those whose parameters Partway lays out
+    changes     how often parameters were replaced or laid out
+    optimizers  what was seen of each that has stepped (optimizers.py)
+    listening   whether PyTorch was asked to tell of their steps
+    replaced    parameters that others have taken the place of, as a set (replaced.py)
+    left        tensors that simulated ranks left split, with their layouts and shapes (partway/dtensors.py)
+    captured    modules, with what they could read when they were captured last, and its digest (reuse/captures.py)
+    """
+
+    modules: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    changes: int = 0
+    optimizers: WeakKeyDictionary[Optimizer, Any] = field(default_factory=WeakKeyDictionary)
+    listening: bool = False
+    replaced: Any = field(default_factory=WeakTensorKeyDictionary)
+    left: Any = field(default_factory=WeakTensorKeyDictionary)
+    captured: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary)
+
+
+TRACKED = Tracked()
