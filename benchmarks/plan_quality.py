@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from script import start
+from script import WRITE, start, write_figures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -332,12 +332,14 @@ def misses(found: Figures, best: Peer) -> tuple[str, ...]:
 def main(
     only: Annotated[str, typer.Option(help="run the rows whose name contains this")] = "",
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/plan_quality.json"),
+    write: Annotated[str, WRITE] = "",
 ) -> None:
     """Plan every row, print it beside the peers', and exit with status 1 if one fails."""
     chosen = [case for case in CASES if only in case.name]
     if not chosen:
         raise typer.BadParameter(f"no row contains {only!r}; the rows are: {'; '.join(c.name for c in CASES)}")
     singles: dict[str, int] = {}
+    quotable: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     for suite in suites():
         table = _table(suite)
@@ -347,6 +349,7 @@ def main(
             found = figures(case, MODELS[case.model], singles[case.model])
             peers = suite.rows[case.name]
             best = bar(peers, found.even)
+            quotable[case.name] = f"{found.wire / suite.size:.4g}"
             missed = misses(found, best)
             table.add_row(*_cells(case, suite, found, peers, best, missed))
             rows.append(
@@ -356,6 +359,7 @@ def main(
             Console(width=180).print(table)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"torch": torch.__version__, "devices": DEVICES, "rows": rows}, indent=1) + "\n")
+    write_figures(write, quotable)
     failed = [row for row in rows if row["misses"]]
     for row in failed:
         print(f"\n{row['case']} misses {', '.join(row['misses'])}; what sends most:")

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from script import save, start
+from script import WRITE, save, start, write_figures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -380,6 +380,7 @@ def main(
     repeat: Annotated[int, typer.Option(min=1, help="runs of a case of less than 16 layers; the median counts")] = 3,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/plan_time.json"),
     plot: Annotated[Path, typer.Option(help="where to draw the growth")] = Path("out/plan_time.png"),
+    write: Annotated[str, WRITE] = "",
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure the cases, print them beside autoparallel's figures, and exit with status 1 if one fails."""
@@ -395,9 +396,21 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_as_data(found), indent=1) + "\n")
     print(f"wrote {out}{f' and {plot}' if _drawn(found, plot) else ''}")
+    write_figures(write, {name: value for f in found if f.runs for name, value in _quotable(f).items()})
     failed = [f for f in found if f.misses()]
     print(f"{len(found) - len(failed)} of {len(found)} cases hold: {_bars()}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _quotable(found: Figures) -> dict[str, str]:
+    """What pages may quote of a case, by its name in figures.json."""
+    name = found.case.name
+    return {
+        f"{name}: capture": f"{found.median(lambda run: run.of(('capture',))):.1f}",
+        f"{name}: search": f"{found.median(lambda run: run.search):.2f}",
+        f"{name}: all": f"{found.median(lambda run: run.of(PASSES)):.1f}",
+        f"{name}: gap": f"{100 * found.runs[-1].gap:.2g}",
+    }
 
 
 def _bars() -> str:

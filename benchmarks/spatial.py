@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from script import save, start
+from script import WRITE, save, start, write_figures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -430,12 +430,14 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="small images, few ranks: no figures")] = False,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/spatial.json"),
     plot: Annotated[Path, typer.Option(help="where to draw them")] = Path("out/spatial.png"),
+    write: Annotated[str, WRITE] = "",
 ) -> None:
     """Measure, print the tables, and exit with status 1 if a row misses its bar."""
     if only not in ("", "plans", "memory", "reading"):
         raise typer.BadParameter(f"there are no {only!r}; take plans, memory or reading", param_hint="--only")
     torch.set_num_threads(1)
     console, failed = Console(width=190), []
+    quotable: dict[str, str] = {}
     data: dict[str, Any] = {"torch": torch.__version__, "cores": os.cpu_count(), "small": small}
     ranks = 2 if small else RANKS
     if only in ("", "plans"):
@@ -443,12 +445,15 @@ def main(
         plans = [planned(case) for case in cases]
         console.print(plans_table(plans, cases))
         failed += [p.name for p, case in zip(plans, cases, strict=True) if p.misses(case.peers)]
+        quotable |= {f"{p.name}: wire": f"{p.wire / MB:.3g}" for p in plans}
         data["plans"] = [asdict(p) for p in plans]
     if only in ("", "memory"):
         todo = steps(128 if small else 2048, small=small)
         memory = {step.name: held(step, ranks) for step in todo}
         console.print(memory_table(memory, todo))
         failed += [step.name for step in todo if above(step, memory[step.name])]
+        shares = {name: max(r.peak for r in found) * len(found) / one.peak for name, (one, *found) in memory.items()}
+        quotable |= {f"{name}: memory": f"{share:.3f}" for name, share in shares.items()}
         data["memory"] = {name: [asdict(rank) for rank in found] for name, found in memory.items()}
     if only in ("", "reading"):
         sizes = (512, 64, 8) if small else (8192, TILE, HALO)
@@ -460,6 +465,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(data, indent=1) + "\n")
     print(f"wrote {out}{f' and {plot}' if drawn(data, plot) else ''}")
+    write_figures("" if small else write, quotable)
     print(f"missed: {', '.join(dict.fromkeys(failed))}" if failed else "all rows hold")
     raise typer.Exit(1 if failed and not small else 0)
 

@@ -38,7 +38,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from script import save, start
+from script import WRITE, save, start, write_figures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -347,6 +347,7 @@ def main(
     profile: Annotated[Path | None, typer.Option(help="where to write which operators take the time")] = None,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/step_overhead.json"),
     plot: Annotated[Path, typer.Option(help="where to draw them")] = Path("out/step_overhead.png"),
+    write: Annotated[str, WRITE] = "",
 ) -> None:
     """Measure the cases, print the table, and exit with status 1 if one misses its bar."""
     torch.set_num_threads(1)
@@ -362,9 +363,20 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_as_data(found, size), indent=1) + "\n")
     print(f"wrote {out}{f' and {plot}' if _drawn(found, plot) else ''}")
+    write_figures(write, {name: value for f in found for name, value in _quotable(f).items()})
     failed = [f for f in found if f.misses()]
     print(f"{len(found) - len(failed)} of {len(found)} cases hold")
     raise typer.Exit(1 if failed and not quick else 0)
+
+
+def _quotable(found: Figures) -> dict[str, str]:
+    """The median ratios of a case, by their names in figures.json."""
+    return {
+        f"{found.name}: {ours} / {name}": f"{statistics.median(found.ratios(name, ours)):.3f}"
+        for ours in (OURS, FASTEST)
+        if ours in found.seconds
+        for name in found.seconds
+    }
 
 
 def _verdict(found: Figures) -> str:

@@ -159,7 +159,7 @@ def _shard(fn: Any, request: Request) -> Any:
         _check_names(fn)
         engine = Engine(fn, request, parameters_on(fn, own_dtensors(fn), request.own_mesh))
         if not stands_alone(current()):
-            placing().adopt(fn, current(), request)
+            placing(request.own_mesh).adopt(fn, current(), request)
         set_engine(fn, engine)
         kind: Any = type(fn)
         fn.__class__ = sharded_class(kind)

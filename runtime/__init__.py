@@ -9,6 +9,7 @@ run the same instructions, and tell `record_collectives` of the same collectives
     tensors/            parameters and results that are split
     launching/          what started this process, and how the processes meet
     step.py             one call: forward, what is saved, backward; random_state.py
+    actions.py          a step as a list of actions of stages, which a schedule orders
     by_hand.py          collectives that people call; groups.py: of which ranks
 """
 

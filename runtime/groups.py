@@ -74,6 +74,10 @@ def set_mesh(mesh: Mesh | None) -> None:
     with agreement(about) as facts:
         mesh = mesh or Mesh({WORLD: dist.get_world_size()})
         check_ranks(mesh, dist.get_world_size())
+        if mesh.is_part:
+            raise StrategyError(
+                f"set_mesh takes a mesh of all ranks of the job, not one of some ({mesh}); leave out ranks"
+            )
         for axis in mesh.axes:
             if axis in here.named:
                 raise StrategyError(
@@ -85,7 +89,7 @@ def set_mesh(mesh: Mesh | None) -> None:
     timeout = timeout_of(here.world)
 
     def made() -> dict[tuple[str, ...], Any]:
-        return {axes: own_group(mesh.groups(*axes), timeout, f"by hand {','.join(axes)}") for axes in several}
+        return {axes: own_group(mesh, axes, timeout, f"by hand {','.join(axes)}") for axes in several}
 
     here.of = _together(about, made)
     here.mesh = mesh

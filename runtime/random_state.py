@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..strategy.mesh import Mesh
+from .executors.execute import process_group
 from .launching.process import device_type
 
 Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
@@ -47,10 +49,12 @@ def generators() -> dict[str, Tensor]:
     return states
 
 
-def share_generators() -> None:
-    """Give every rank the states of rank 0's random generators; every rank calls it."""
+def share_generators(part: Mesh | None = None) -> None:
+    """Give every rank of the job, or of the mesh `part` of it, the states of the first one's random generators; each of
+    them calls it."""
     states: list[Any] = [generators()]
-    dist.broadcast_object_list(states, 0)
+    group = process_group(part, part.axes) if part else None
+    dist.broadcast_object_list(states, part.ranks[0] if part else 0, group=group)
     cpu, *cuda = states[0].values()
     torch.set_rng_state(cpu)
     for state in cuda:

@@ -152,6 +152,11 @@ class CompiledStep:
             self._derived[asked] = inputs_with_gradients(first), of(step.wanted)
         return self._derived[asked]
 
+    def forward_of(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The values of the results for those of the inputs, and what the backward needs."""
+        values = self.forward.run(inputs)
+        return values[: len(self.results)], values[len(self.results) :]
+
     @property
     def _backward_examples(self) -> list[Any]:
         if self.backend is Backend.EAGER:
@@ -279,8 +284,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         executor, count = compiled.executor, len(compiled.results)
         ctx.generators = states_of(tensors[0].device) if compiled.random else None
-        values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
-        results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
+        values, saved = compiled.forward_of(executor.enter(tensors, compiled.step.program.inputs))
+        results = executor.leave(values, compiled.results, compiled.forward.code.shared[:count])
         # autograd would let nobody write into a view that is made here
         results = [result.detach() if is_view(result) else result for result in results]
         ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
@@ -291,7 +296,7 @@ class _Function(torch.autograd.Function):
         for i in compiled.others:
             parameters[i] = None
         ctx.parameters, ctx.versions = parameters, [*map(version_of, tensors)]
-        kept = [*(tensors[i] for i in compiled.others), *executor.pack(values[count:])]
+        kept = [*(tensors[i] for i in compiled.others), *executor.pack(saved)]
         ctx.held = _held(kept) if any(compiled.apart) else None
         if ctx.held is None:
             ctx.save_for_backward(*kept)
@@ -361,8 +366,7 @@ class _Function(torch.autograd.Function):
                 # drew, for the backward that is.
                 _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
                 with drawing_again(ctx.generators, primals[0].device):
-                    values = compiled.forward.run(executor.enter(primals, compiled.step.program.inputs))
-                saved = values[len(compiled.results) :]
+                    _, saved = compiled.forward_of(executor.enter(primals, compiled.step.program.inputs))
         outputs = compiled.step.program.outputs
         tangents = [
             executor.enter([g], [placed])[0] for g, placed in zip(gradients, outputs, strict=True) if g is not None

@@ -8,7 +8,7 @@ In goes a strategy in any of three notations, with a mesh and a shape. Out comes
     notation                  reads the three notations, and writes them; meshes that strategies can be written on
     validate                  what is wrong with what users wrote
     errors, suggest           the tree of exceptions, `Problem`, and the names that a person may have meant
-    units                     sizes and times as people read them
+    units, extras             sizes and times as people read them, and how to install an extra
     files, afterwards, choice files that are whole or not there, blocks that clean up, enums that are strings
     under_way                 what this thread captures and plans, and who hears of that
     torch_mesh                our mesh as torch's DeviceMesh, and process groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,15 +16,18 @@ MOST_DEVICES = 2**24  # more than there are anywhere: a number that is larger is
 class Mesh:
     """Named axes and their sizes, outermost first: `Mesh({"dp": 2, "tp": 4})` has 8 devices.
 
-    Rank r is at the row-major coordinate of r, so the last axis joins neighbouring ranks.
+    Rank r is at the row-major coordinate of r, so the last axis joins neighbouring ranks. On a mesh that is a part of a
+    job, `Mesh({"tp": 2}, ranks=(4, 5))`, rank r of the mesh is the process `ranks[r]` of the job.
 
-    Raises StrategyError for no axes, an empty or repeated name, or a size below 1.
+    Raises StrategyError for no axes, an empty or repeated name, a size below 1, or ranks that are not one for each
+    device.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    ranks: Sequence[int]  # of the job, by the rank on the mesh; a range where the mesh is the job
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
         if not isinstance(axes, Mapping) or not axes:
             raise StrategyError(
                 f'Mesh takes a dict of axis names and sizes, such as {{"dp": 2, "tp": 4}}, not {shown(axes)}'
@@ -38,6 +41,21 @@ class Mesh:
             raise StrategyError(f"a mesh of sizes {shown(tuple(axes.values()))} has more than {MOST_DEVICES:,} devices")
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "sizes", tuple(axes.values()))
+        object.__setattr__(self, "ranks", self._checked(ranks))
+
+    def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
+        world = range(math.prod(self.sizes))
+        if ranks is None:
+            return world
+        given = ranks if isinstance(ranks, list | tuple | range) else ()
+        counted = {rank for rank in given if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0}
+        if len(given) != len(world) or list(given) != sorted(counted):  # process groups have their ranks in this order
+            sizes = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+            raise StrategyError(
+                f"the mesh {sizes} has {len(world)} devices, and its ranks are {shown(ranks)}; name as many ranks of "
+                "the job, each once, in ascending order"
+            )
+        return tuple(given)
 
     @classmethod
     def flat(cls, device_num: int) -> Mesh:
@@ -98,6 +116,23 @@ class Mesh:
             raise StrategyError(f"{where}; write a place on each axis") from None
         return rank
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it names ranks of a job, of which there may be others."""
+        return not isinstance(self.ranks, range)
+
+    def own_rank(self, process: int) -> int:
+        """The rank on the mesh of the job's rank `process`. Raises StrategyError for one that is not on it."""
+        if process not in self.ranks:
+            raise StrategyError(
+                f"rank {shown(process)} of the job is not on the mesh {self}; let only its ranks make this call"
+            )
+        return self.ranks.index(process)
+
+    def processes(self, process: int, *axes: str) -> tuple[int, ...]:
+        """As `group`, in ranks of the job."""
+        return tuple(self.ranks[rank] for rank in self.group(self.own_rank(process), *axes))
+
     def stride(self, axis: str) -> int:
         """How far apart the ranks of one group along `axis` are."""
         return math.prod(self.sizes[self.index(axis) + 1 :])
@@ -139,10 +174,12 @@ class Mesh:
         return indices
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+        sizes = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+        return f"{sizes} on ranks {', '.join(map(str, self.ranks))}" if self.is_part else sizes
 
     def __repr__(self) -> str:
-        return f"Mesh({dict(zip(self.axes, self.sizes, strict=True))!r})"
+        ranks = f", ranks={self.ranks!r}" if self.is_part else ""
+        return f"Mesh({dict(zip(self.axes, self.sizes, strict=True))!r}{ranks})"
 
 
 def _prime_factors(n: int) -> tuple[int, ...]:

@@ -15,22 +15,24 @@ from .mesh import Mesh
 
 
 def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """The DeviceMesh of all ranks with the axes of `mesh`; every rank calls it. `timeout`: how long collectives along
-    an axis wait (None: PyTorch's default).
+    """The DeviceMesh with the axes and ranks of `mesh`; every rank of it calls this. `timeout`: how long collectives
+    along an axis wait (None: PyTorch's default).
 
     Raises RuntimeStateError without a process group, or with one that does not have one rank per device.
     """
     if not dist.is_initialized():
         raise RuntimeStateError("there is no process group; call torch.distributed.init_process_group first")
     check_ranks(mesh, dist.get_world_size())
-    every = {axis: mesh.groups(axis) for axis in mesh.axes}
     # made here, because init_device_mesh takes no timeout
     world: Any = dist.group.WORLD
     groups = [
-        own_group(ranks, timeout, f"DeviceMesh {axis}") if len(ranks) > 1 else world for axis, ranks in every.items()
+        world
+        if not mesh.is_part and size == mesh.device_num
+        else own_group(mesh, (axis,), timeout, f"DeviceMesh {axis}")
+        for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
     ]
     with torch.device("cpu"):  # the default may be meta, where a model is made that is larger than a device
-        ranks = torch.arange(mesh.device_num).view(mesh.sizes)
+        ranks = torch.tensor(list(mesh.ranks)).view(mesh.sizes)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
 
 
@@ -40,26 +42,46 @@ def has_nccl(group: Any = None) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta | None, name: str) -> Any:
-    """A process group of `ranks`, called "partway: name" where PyTorch and NCCL speak of it; every rank calls it.
+def new_group(ranks: Sequence[int], timeout: timedelta | None, name: str, *, members_only: bool = False) -> Any:
+    """A process group of `ranks`, called "partway: name" where PyTorch and NCCL speak of it; every rank of the job
+    calls it, or with `members_only` every one of `ranks`.
 
     NCCL connects its ranks here, by the current GPU, and not when they first send something: they may come to that in
     another order. (To bind the GPU to the default group would do so for every group; but then `new_group` splits NCCL's
     default one, and waits forever for the ranks of a group of gloo that others are not in: pytorch#145376.)
     """
     device = torch.device("cuda", torch.cuda.current_device()) if has_nccl() else None
-    return dist.new_group(list(ranks), timeout=timeout, group_desc=f"partway: {name}", device_id=device)
+    return dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        group_desc=f"partway: {name}",
+        device_id=device,
+        use_local_synchronization=members_only,
+    )
 
 
-def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None, name: str) -> Any:
-    """This rank's process group, of a new one for each of `groups` (see `new_group`); every rank calls it."""
+def own_group(mesh: Mesh, axes: tuple[str, ...], timeout: timedelta | None, name: str) -> Any:
+    """This rank's process group along `axes`; every rank of `mesh` calls it."""
+    if mesh.is_part:
+        return new_group(mesh.processes(dist.get_rank(), *axes), timeout, name, members_only=True)
+    groups = mesh.groups(*axes)
     made = [new_group(ranks, timeout, name) for ranks in groups]
     return next(group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks)
 
 
+def own_rank(mesh: Mesh) -> int:
+    """The rank on `mesh` of this process. Raises StrategyError if it is not on it."""
+    return mesh.own_rank(dist.get_rank())
+
+
 def check_ranks(mesh: Mesh, ranks: int) -> None:
-    """Raise RuntimeStateError unless `mesh` has a device for each of `ranks`."""
-    if mesh.device_num != ranks:
+    """Raise RuntimeStateError unless `mesh` has a device for each of `ranks`, or those that it names are among them."""
+    if mesh.is_part:
+        if outside := [rank for rank in mesh.ranks if rank >= ranks]:
+            raise RuntimeStateError(
+                f"the mesh ({mesh}) names rank {outside[0]}, and the job has the ranks 0 to {ranks - 1}"
+            )
+    elif mesh.device_num != ranks:
         raise RuntimeStateError(
             f"the mesh ({mesh}) has {mesh.device_num} devices, but there are {ranks} ranks; "
             f"start {mesh.device_num} processes or use a mesh of {ranks} devices"
@@ -67,20 +89,18 @@ def check_ranks(mesh: Mesh, ranks: int) -> None:
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
-    """Our mesh with the axis names and sizes of `device_mesh`; axes without names are d0, d1, ...
+    """Our mesh with the axis names, sizes and ranks of `device_mesh`; axes without names are d0, d1, ...
 
-    Raises StrategyError if it is not a DeviceMesh, or if its ranks are not 0, 1, 2, ... in row-major order, as they
-    are on our meshes.
+    Raises StrategyError if it is not a DeviceMesh, or if its ranks do not ascend in row-major order.
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise StrategyError(f"{device_mesh!r} is not a DeviceMesh")
     ranks = device_mesh.mesh.flatten().tolist()
-    if ranks != list(range(len(ranks))):
-        raise StrategyError(
-            f"the DeviceMesh holds the ranks {ranks}; a mesh of {len(ranks)} devices has the ranks "
-            f"0 to {len(ranks) - 1} in row-major order"
-        )
-    return mesh_like(device_mesh)
+    if ranks != sorted(ranks):
+        raise StrategyError(f"the DeviceMesh holds the ranks {ranks}; give one whose ranks ascend in row-major order")
+    mesh = mesh_like(device_mesh)
+    is_all = not dist.is_initialized() or len(ranks) == dist.get_world_size()
+    return mesh if is_all else Mesh(dict(zip(mesh.axes, mesh.sizes, strict=True)), ranks)
 
 
 def mesh_like(device_mesh: DeviceMesh) -> Mesh:

@@ -31,6 +31,7 @@ propagation/minsum/test_eliminate.py             propagation/minsum: found
 api/compiler/test_captures.py                    propagation/plan: stored_graph
 runtime/test_step.py                             runtime/ranks: doing; runtime/code: loaded; runtime: random_state
 models/test_accumulation.py                      runtime/executors: waiting; propagation/program: accumulate
+runtime/test_actions.py                          runtime/executors: couriers
 api/ops/test_operators.py                        runtime: by_hand
 api/ops/test_groups.py                           runtime: groups
 runtime/launching/test_security.py               runtime/launching: job

@@ -43,7 +43,7 @@ def make_unfinished(path: Path) -> Path:
     try:
         path.mkdir()
     except FileExistsError as error:
-        raise RuntimeStateError(f"{path} is there already, and Partway did not write it; remove it") from error
+        raise RuntimeStateError(f"{path} already exists, and Partway did not write it; remove it") from error
     write_whole(path / MANIFEST, _MARK)
     return path
 

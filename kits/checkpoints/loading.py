@@ -117,7 +117,7 @@ def _check(path: Any, model: Any, optimizers: Sequence[Any], state: Mapping[str,
         raise RuntimeStateError("an optimizer is loaded with the model that its parameters are of; give both")
     for name, value in state.items():
         if not hasattr(value, "load_state_dict"):
-            raise RuntimeStateError(f"{name} has no load_state_dict(); plain values are in what load returns")
+            raise RuntimeStateError(f"{name} has no load_state_dict(); load returns plain values")
 
 
 # -- Checking, which changes nothing
@@ -147,13 +147,13 @@ def _opened(path: Path) -> Checkpoint:
     for name, size in manifest.sizes.items():
         file = path / name
         if not file.is_file():
-            raise RuntimeStateError(f"{file} is missing; the checkpoint is not whole")
+            raise RuntimeStateError(f"{file} is missing; the checkpoint is incomplete")
         if file.stat().st_size != size:
             raise RuntimeStateError(f"{file} is damaged: it has {file.stat().st_size:,} bytes, and had {size:,}")
     for name, checksum in manifest.checksums.items():
         with whole(path / name):
             if zlib.crc32((path / name).read_bytes()) != checksum:
-                raise RuntimeStateError(f"{path / name} is damaged: its content is not what was saved")
+                raise RuntimeStateError(f"{path / name} is damaged: its content has changed since it was saved")
     places = {
         stem: places_in(path, [name for name in manifest.headers if name.startswith(stem)], manifest.headers)
         for stem in (MODEL, OPTIMIZER, VALUES)
@@ -304,7 +304,7 @@ def _put(
     for name in state:
         if f"{STATE}{name}" not in values:
             known = ", ".join(n.removeprefix(STATE) for n in values if n.startswith(STATE)) or "nothing"
-            raise RuntimeStateError(f"{checkpoint.path} has no {name}; beside tensors it has {known}")
+            raise RuntimeStateError(f"{checkpoint.path} has no {name}; its named values are {known}")
     _put_tensors(checkpoint, values, state, rank)
     for name, value in state.items():  # before what cannot fail: they may refuse
         value.load_state_dict(values[f"{STATE}{name}"])

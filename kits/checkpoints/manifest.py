@@ -34,7 +34,7 @@ def state_file(rank: int) -> str:
 
 def _plain(name: str) -> str:
     if name in ("", ".", "..", MANIFEST) or {"/", "\\", "\0"} & set(name):
-        raise ValueError(f"{name!r} is no name of a file in it")
+        raise ValueError(f"{name!r} is not the name of a file in it")
     return name
 
 
@@ -92,7 +92,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise RuntimeStateError(f"{path} is missing; the checkpoint is not whole") from error
+        raise RuntimeStateError(f"{path} is missing; the checkpoint is incomplete") from error
     except OSError as error:
         raise RuntimeStateError(f"{path} cannot be read: {error.strerror}") from error
     with whole(path):

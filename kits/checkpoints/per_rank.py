@@ -97,7 +97,9 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
     Raises RuntimeStateError where ranks that hold the same part of a weight have other values of it, as `save` does.
     """
     if "{rank}" not in os.fspath(filename) or "\0" in os.fspath(filename):
-        raise RuntimeStateError(f"filename is {shown(filename)}; write where the rank stands in it, as rank_{{rank}}/x")
+        raise RuntimeStateError(
+            f"filename is {shown(filename)}; write where the rank goes in it, as in rank_{{rank}}/x"
+        )
     tensors, _, _ = named_tensors(network)
     plan = _latest(network)
     if launched():

@@ -73,7 +73,7 @@ class RankFile:
             return Note.model_validate_json(text)
         except ValueError as error:
             why = first_problem(error) if isinstance(error, ValidationError) else f"it {error}"
-            raise RuntimeStateError(f"what {self.path} says of itself cannot be read: {why}") from error
+            raise RuntimeStateError(f"the description in {self.path} cannot be read: {why}") from error
 
     @cached_property
     def _tensors(self) -> Mapping[str, Any]:

@@ -74,7 +74,7 @@ class Resume:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise RuntimeStateError(f"every is {shown(every)}; it is a number of steps, an int of 1 or more")
         if taken := sorted({"step", "epoch"} & state.keys()):
-            raise RuntimeStateError(f"Resume keeps {' and '.join(taken)} itself; give what you keep another name")
+            raise RuntimeStateError(f"Resume keeps {' and '.join(taken)} itself; give your own values other names")
         self._state = state if loader is None else {"loader": loader, **state}
         for name, value in self._state.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -204,7 +204,7 @@ def _check_generators(loader: Any) -> None:
     if sampler.replacement or sampler.num_samples > len(sampler.data_source):
         raise RuntimeStateError(
             "the loader and its sampler draw from one generator, the sampler more than once an epoch: it cannot go on "
-            "within an epoch; give the sampler a generator of its own"
+            "within an epoch; give the sampler its own generator"
         )
 
 

@@ -193,7 +193,7 @@ def check(path: Any, model: Any, keep: Any) -> None:
         what = "a file" if Path(path).exists() else "a link to what is not there"
         raise RuntimeStateError(f"{path} is {what}; checkpoints are saved into a folder")
     if (Path(path) / MANIFEST).exists():
-        raise RuntimeStateError(f"{path} is a checkpoint; give the folder that it is in, for one more beside it")
+        raise RuntimeStateError(f"{path} is a checkpoint; give the folder that contains it, to add another one")
 
 
 def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Path:

@@ -177,13 +177,13 @@ def _header(path: Path, checksum: int | None) -> tuple[dict[str, Any], int, int]
             raise ValueError(f"its header would have {length:,} bytes, and it has {size:,}")
         text = file.read(length)
     if checksum not in (None, zlib.crc32(start + text)):
-        raise ValueError("its header is not what was saved")
+        raise ValueError("its header has changed since it was saved")
     try:
         header = json_of(text)
     except ValueError as error:
         raise ValueError(f"its header {error}") from error
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     return header, 8 + length, size
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from partway.strategy.errors import RuntimeStateError
+from partway.strategy.extras import install_extra
 
 
 def need(package: str, what: str) -> None:
     """Raise RuntimeStateError unless `package`, which `what` needs, is installed."""
     if find_spec(package) is None:
-        raise RuntimeStateError(f"{what} needs {package}; install it with: pip install '.[data]' in Partway's checkout")
+        raise RuntimeStateError(f"{what} needs {package}; install it with: {install_extra('data')}")

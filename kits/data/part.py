@@ -144,7 +144,7 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
     """
     plan = planned if isinstance(planned, Plan) else getattr(planned, "plan", None)
     if not isinstance(plan, Plan):
-        raise DataError(f"planned_part takes a Plan or what has one, such as a sharded model, not {shown(planned)}")
+        raise DataError(f"planned_part takes a Plan, or a sharded model, which has one, not {shown(planned)}")
     tensor = _input(plan, input)
     placements = tuple(map(placement_from_code, tensor.codes))
     return _held(layout(plan.mesh, placements), len(tensor.shape), rank)
@@ -235,7 +235,7 @@ def _devices(mesh: Mesh | None, devices: int | None) -> int:
         raise StrategyError(f"devices is {shown(devices)}; write how many there are, an int of 1 or more")
     if mesh is not None:
         if devices not in (None, mesh.device_num):
-            raise StrategyError(f"devices is {devices}, but the mesh ({mesh}) has {mesh.device_num}; leave out devices")
+            raise StrategyError(f"devices is {devices}, but the mesh ({mesh}) has {mesh.device_num}; omit devices")
         return mesh.device_num
     if devices is not None:
         return devices

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from partway.data.source import AXES, Count, block_shape
 from partway.data.window import Window
 from partway.strategy.errors import DataError
+from partway.strategy.extras import install_extra
 
 _JPEG = (6, 7, 34892, 33007)  # compressions whose tiles share tables, which the page holds
 
@@ -115,7 +116,7 @@ class TiffSource:
         except (ValueError, RuntimeError) as error:
             raise DataError(
                 f"{self.name}: tile {index} cannot be decoded: {error}; codecs beyond deflate need imagecodecs: "
-                "pip install '.[data]' in Partway's checkout"
+                f"{install_extra('data')}"
             ) from error
         return None if decoded is None else decoded[0]
 

@@ -48,7 +48,7 @@ def web_dataset(
     group, groups = group_of(part, dim)
     check_seed(seed)
     if resampled and not shuffle_shards:
-        raise DataError("resampled=True draws shards at random; leave out shuffle_shards=False")
+        raise DataError("resampled=True draws shards at random; omit shuffle_shards=False")
     need("webdataset", "web_dataset")
     from partway.data.web_pipeline import GroupedWebDataset, check_schemes, expanded
 

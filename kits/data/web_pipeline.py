@@ -107,11 +107,11 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
 
     def xdecode(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: it unpickles what is in shards."""
-        raise DataError("xdecode unpickles what is in shards, which runs it; write decode(...)")
+        raise DataError("xdecode unpickles data of shards, which can run code; write decode(...)")
 
     def lmdb_cached(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: it unpickles what is in its file."""
-        raise DataError("lmdb_cached unpickles what is in its file, which runs it; write mcached()")
+        raise DataError("lmdb_cached unpickles its file, which can run code; write mcached()")
 
     def repeat(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: `with_epoch` repeats."""

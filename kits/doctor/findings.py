@@ -29,6 +29,7 @@ from partway.runtime.launching.door import secret
 from partway.runtime.launching.gpus import check_enough, may_share
 from partway.runtime.launching.launchers import simulated
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
+from partway.strategy.extras import install_extra
 from partway.strategy.suggest import did_you_mean
 from partway.versions import installed_torch, warn_if_untested
 
@@ -207,8 +208,7 @@ def of_extras() -> Iterator[DoctorFinding]:
         except PackageNotFoundError:
             continue
         if _release(there) < _release(least):
-            fix = f"pip install '.[{extra}]' in Partway's checkout"
-            yield DoctorFinding(f"{name} is {there}, and Partway needs {least}: {fix}")
+            yield DoctorFinding(f"{name} is {there}, and Partway needs {least}: {install_extra(extra)}")
 
 
 def _release(text: str) -> tuple[int, ...]:

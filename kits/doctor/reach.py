@@ -158,7 +158,7 @@ def _wait_for(found: Launch, agent: bool, limit: float) -> None:
                 who = f"a worker on {socket.gethostname()}" if found.rank is None else f"rank {found.rank}"
                 raise RuntimeStateError(
                     f"{who} does not reach {keeper} at {found.where} in {limit:g} s: {_why(error)}; check that it runs "
-                    "there, that the address is one that this host reaches, and what stands between (a firewall)"
+                    "there, that this host reaches the address, and that no firewall is in between"
                 ) from error
         time.sleep(_LOOK)
 

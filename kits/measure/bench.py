@@ -54,6 +54,7 @@ from partway.runtime.code.recorders import record_collectives, record_timeline
 from partway.runtime.launching.gpus import may_share
 from partway.sharding import compile
 from partway.strategy.errors import RuntimeStateError
+from partway.strategy.extras import install_extra
 from partway.strategy.files import save
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
@@ -80,7 +81,7 @@ def workload(model: str, *, small: bool = False) -> Workload:
         return own(model)
     if model not in MODELS:
         raise RuntimeStateError(
-            f"there is no model {model!r}; write {', '.join(MODELS)}, or module:function for one of your own"
+            f"there is no model {model!r}; write {', '.join(MODELS)}, or module:function for your own model"
         )
     if small:
         return tiny(model, LAYERS)
@@ -258,7 +259,7 @@ def check_plot(path: Path | None) -> None:
     if path is not None and path.suffix not in _PLOTS:
         raise RuntimeStateError(f"cannot draw {str(path)!r}; give a file of {', '.join(_PLOTS)}")
     if path is not None and find_spec("matplotlib") is None:
-        raise RuntimeStateError("a plot needs matplotlib; install it with: pip install '.[demo]' in Partway's checkout")
+        raise RuntimeStateError(f"a plot needs matplotlib; install it with: {install_extra('demo')}")
 
 
 # -- Measuring ---------------------------------------------------------------------------------------------------------

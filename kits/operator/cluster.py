@@ -14,6 +14,7 @@ from typing import Any
 from partway.operator.observed import JOB, is_owned
 from partway.operator.spec import GROUP, PLURAL, VERSION
 from partway.strategy import RuntimeStateError
+from partway.strategy.extras import install_extra
 
 _SECONDS = 30.0  # after which a request has failed
 
@@ -51,7 +52,7 @@ class Cluster:
             from kubernetes import client, config
         except ImportError as error:
             raise RuntimeStateError(
-                "the operator needs Kubernetes' client; pip install '.[k8s]' in Partway's checkout"
+                f"the operator needs Kubernetes' client; install it with: {install_extra('k8s')}"
             ) from error
         try:
             config.load_incluster_config()

@@ -12,6 +12,7 @@ from partway.operator.crd import definition
 from partway.operator.pods import SECURITY
 from partway.operator.spec import API, GROUP, KIND, PLURAL, parsed
 from partway.strategy import RuntimeStateError
+from partway.strategy.extras import install_extra
 
 _MOST = 100_000  # values of a yaml, which an API server would not take either
 
@@ -31,7 +32,7 @@ def yaml() -> Any:
     try:
         import yaml as module
     except ImportError as error:
-        raise RuntimeStateError("yaml needs PyYAML; pip install '.[k8s]' in Partway's checkout") from error
+        raise RuntimeStateError(f"yaml needs PyYAML; install it with: {install_extra('k8s')}") from error
     return module
 
 

@@ -154,7 +154,7 @@ def _password_in(path: Path) -> str:
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ContextError(f"{told}, which is no text") from None
+        raise ContextError(f"{told}, which is not text") from None
     except (OSError, ValueError) as error:  # a name with NUL
         raise ContextError(f"{told}, which cannot be read: {reason(error)}") from None
     if mode & 0o077:

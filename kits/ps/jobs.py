@@ -60,7 +60,7 @@ class ServedJob:
             raise RuntimeStateError(f"there is no script {self.script}")
         for what, count in (("workers", self.workers), ("servers", self.servers)):
             if count < 1:
-                raise RuntimeStateError(f"--{what} is {count}; there has to be 1 at least")
+                raise RuntimeStateError(f"--{what} is {count}; it must be 1 or more")
         if self.restarts < 0:
             raise RuntimeStateError(f"--restarts is {self.restarts}; it must be 0 or more")
         cluster.ray_is_there()
@@ -298,7 +298,7 @@ def _link_to(address: str) -> Link:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise RuntimeStateError(
-            f"{address!r} is no address; write host:port, as MS_SCHED_HOST and MS_SCHED_PORT say it"
+            f"{address!r} is not an address; write host:port, the values of MS_SCHED_HOST and MS_SCHED_PORT"
         )
     site = Site(host, int(port), None)
     roles.protect(site)

@@ -48,7 +48,7 @@ def optimizer(inner: Optimizer) -> Optimizer:
     its own, and workers that train something else.
     """
     if not isinstance(inner, Optimizer):
-        raise RuntimeStateError(f"pw.ps.optimizer: {shown(inner)} is no torch.optim.Optimizer")
+        raise RuntimeStateError(f"pw.ps.optimizer: {shown(inner)} is not a torch.optim.Optimizer")
     if settings.wanted() is None:
         return inner
     session = roles.current() if not launched() or dist.get_rank() == 0 else None

@@ -98,8 +98,8 @@ def _of_tensor(tensor: torch.Tensor, of: Any) -> ShardingPicture:
     found = layout_now(tensor)
     if found is None:
         raise StrategyError(
-            f"a tensor of the shape {list(tensor.shape)} lies whole wherever it is: it is no DTensor, no result that "
-            "was left split, and no parameter of a sharded module that was passed as of="
+            f"a tensor of the shape {list(tensor.shape)} is whole on every device: it is not a DTensor, not a split "
+            "result, and not a parameter of a sharded module that was passed as of="
         )
     layout, devices = found
     dtype = str(tensor.dtype).removeprefix("torch.")

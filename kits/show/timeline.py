@@ -36,7 +36,7 @@ class Timeline(list[Span]):
         """
         expected = list(predicted)
         if wrong := next((one for one in expected if not isinstance(one, Span)), None):
-            raise StrategyError(f"{shown(wrong)} is no Span; pass predicted=model.program.schedule.spans")
+            raise StrategyError(f"{shown(wrong)} is not a Span; pass predicted=model.program.schedule.spans")
         sources = {"measured": list(self), **({"predicted": expected} if expected else {})}
         title = f"What ran when, on {self.whose}" if self.whose else "What ran when"
         body = (

@@ -36,7 +36,9 @@ def meshes_to_try(inputs: PlanInputs) -> list[Mesh]:
         *(layout.mesh for layout in inputs.inputs.values()),
     ]
     if mesh := next((mesh for mesh in meshes if mesh is not None), None):
-        if processes is not None:
+        if mesh.is_part and mesh != request.own_mesh:
+            raise StrategyError(f"the mesh {mesh} is a part of the job; give it to shard: mesh={mesh!r}")
+        if processes is not None and not mesh.is_part:
             from partway.strategy.torch_mesh import check_ranks
 
             check_ranks(mesh, processes)

@@ -189,7 +189,7 @@ class Engine:
         """Run a call split, with what ran the last one if it is like it."""
         last = self.last
         tensors = last.guard.admits(args, kwargs, context) if last else None
-        if last is not None and last.runner.own and placing().any_rank(tensors is None, self.fn):
+        if last is not None and last.runner.own and placing(self._mesh).any_rank(tensors is None, self.fn):
             tensors = None  # another rank has a part of another shape
         if tensors is None or last is None:
             return self._first(args, kwargs, context)
@@ -239,7 +239,7 @@ class Engine:
     def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
         """See `ShardedModule.materialize`."""
         assert isinstance(self.fn, torch.nn.Module)
-        context, place = current(), placing()
+        context, place = current(), placing(self._mesh)
         tensors = [tensor for tensor in flatten((args, kwargs))[0] if not tensor.is_meta]
         if not tensors:
             raise StrategyError(
@@ -293,7 +293,7 @@ class Engine:
     ) -> tuple[Courses[Runner], Runner, Call]:
         """What runs a call, among all that run calls of its signature; planned if it is the first of its course."""
         if isinstance(self.fn, torch.nn.Module):
-            self._adopt_added(self.fn, placing())
+            self._adopt_added(self.fn, placing(self._mesh))
         given = call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         warn_of_modes(name_of(self.fn))
@@ -317,7 +317,7 @@ class Engine:
     def _wholes(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Call:
         """A call, flat, with tensors of the global shape for those of which this process is given its part."""
         first = FirstCall(self.fn, self.request, flatten_call(self.fn, args, kwargs), context)
-        return placing().with_wholes(first, self._mesh)
+        return placing(self._mesh).with_wholes(first, self._mesh)
 
     @property
     def _mesh(self) -> Mesh | None:
@@ -408,7 +408,7 @@ class Engine:
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer], sizes: CallSizes | None) -> Runner:
         """Capture and plan a call, and lay out the parameters as the first plan of each says."""
-        place, inputs = placing(), inputs_on(call, self._mesh)
+        place, inputs = placing(self._mesh), inputs_on(call, self._mesh)
         first = FirstCall(self.fn, self.request, call, context)
         args, kwargs = place.whole_call(first)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, call.own)

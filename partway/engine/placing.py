@@ -192,12 +192,23 @@ class Launched:
     whole on every rank (or, where the dataset_strategy says so, this rank's part); results are plain where they are
     whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        """On the ranks of the job that `mesh` names, if it does: only they make its calls, and agree on them.
+
+        Raises RuntimeStateError for a rank that the job does not have, StrategyError where this process is not on it.
+        """
         init()
+        self._part = mesh if mesh is not None and mesh.is_part else None
+        if self._part:
+            from partway.strategy.torch_mesh import check_ranks
+
+            check_ranks(self._part, get_group_size())
+            self._part.own_rank(get_rank())
+        self._among = tuple(self._part.ranks) if self._part else None
 
     @property
     def processes(self) -> int:
-        return get_group_size()
+        return len(self._among) if self._among else get_group_size()
 
     def executor(self, mesh: Mesh) -> Executor:
         from partway.runtime.executors.execute import Worker
@@ -214,9 +225,9 @@ class Launched:
         from partway.runtime.tensors.parameters import distribute
         from partway.strategy.torch_mesh import check_ranks
 
-        with agreement(f"shard {name_of(module)}") as facts:
+        with agreement(f"shard {name_of(module)}", among=self._among) as facts:
             if request.own_mesh is not None:
-                check_ranks(request.own_mesh, self.processes)
+                check_ranks(request.own_mesh, get_group_size())
             held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             # those of a module inside that was sharded before agree already
             named = {name: t for name, t in held.items() if not isinstance(t, DTensor) and not t.is_meta}
@@ -228,8 +239,8 @@ class Launched:
                 facts += facts_of(named, "seed every rank alike, or set parameter_broadcast=True")
                 facts += facts_of(generators(), SEED, follows=2)
         if context.parameter_broadcast:
-            broadcast([tensor.detach() for tensor in named.values()])
-            share_generators()  # ranks whose parameters differ were seeded differently
+            broadcast([tensor.detach() for tensor in named.values()], self._part)
+            share_generators(self._part)  # ranks whose parameters differ were seeded differently
         distribute(module, request.own_mesh)
         drop_hooks(module)
         follow_layouts(module)
@@ -242,7 +253,8 @@ class Launched:
         added = {name: p for name, p in named.items() if not is_dtensor(p) and isinstance(p, torch.nn.Parameter)}
         if added:
             purpose = f"split what {name_of(module)} got since it was sharded: {', '.join(added)}"
-            agree(purpose, facts_of({n: p for n, p in added.items() if not p.is_meta}, "seed every rank alike"))
+            facts = facts_of({n: p for n, p in added.items() if not p.is_meta}, "seed every rank alike")
+            agree(purpose, facts, self._among)
             distribute(module, mesh)
         return tuple(added)
 
@@ -262,7 +274,7 @@ class Launched:
             [list(call.tensors[i].shape), "" if call.tensors[i].is_meta else str(checksum(call.tensors[i]))]
             for i in own
         ]
-        held = gathered(_purpose(first.fn), mine)
+        held = gathered(_purpose(first.fn), mine, self._among)
         if len({tuple(len(shape) for shape, _ in each) for each in held}) > 1:
             return call  # the ranks will say how their calls differ
         tensors = list(call.tensors)
@@ -276,13 +288,14 @@ class Launched:
     def any_rank(self, flag: bool, fn: Any) -> bool:
         from partway.runtime.tensors.own_parts import any_rank
 
-        return any_rank(flag, f"comparing the shapes of the parts of a call of {name_of(fn)}")
+        about = f"comparing the shapes of the parts of a call of {name_of(fn)}"
+        return any(gathered(about, flag, self._among)) if self._among else any_rank(flag, about)
 
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         fn, call, context = first.fn, first.call, first.context
         named = dict(zip((f"input {name!r}" for name in call.names), call.tensors, strict=True))
         own = {f"input {name!r}" for name in call.own}
-        with agreement(_purpose(fn), _shapes(named)) as facts:
+        with agreement(_purpose(fn), _shapes(named), self._among) as facts:
             facts += [*versions(), *asked(first.request), *options(context, current_algo()), *modes(fn)]
             facts.append(Fact("the arguments that are not tensors", call.structure.text()))
             facts += [Fact(f"the gradient of {name}", _wanted(tensor)) for name, tensor in named.items()]
@@ -299,13 +312,13 @@ class Launched:
         if first.context.device_profile is not None:
             return None
         kind = first.request.device or next((tensor.device.type for tensor in first.call.tensors), "meta")
-        return memory_of_a_rank(kind) if kind in ("cpu", "cuda") else None
+        return memory_of_a_rank(kind, self._among) if kind in ("cpu", "cuda") else None
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         from partway.runtime.executors.execute import process_group
         from partway.runtime.random_state import generators
 
-        with agreement(f"follow the plan of a call of {name_of(first.fn)}") as facts:
+        with agreement(f"follow the plan of a call of {name_of(first.fn)}", among=self._among) as facts:
             compiled = plan()
             _check_parts(first.call, compiled)
             facts += of_plan(compiled)
@@ -317,21 +330,23 @@ class Launched:
         return compiled
 
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
-        with agreement(purpose) as facts:
+        with agreement(purpose, among=self._among) as facts:
             result = make()
             facts.append(Fact("the program", text(result)))
         return result
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
         from partway.runtime.ranks.ledger import WriteCounts
-        from partway.runtime.ranks.replicas import in_turn, note
+        from partway.runtime.ranks.replicas import in_turn, ledger_of, note
         from partway.runtime.ranks.watch import watch
 
-        ranks, written, name, calls = watch(), WriteCounts(), name_of(fn), itertools.count(1)
+        written, name, calls = WriteCounts(), name_of(fn), itertools.count(1)
         where = f"a call of {name}"
-        every = ranks.look_every = compiled.context.look_every
-        if ranks.size == 1:
+        every = watch().look_every = compiled.context.look_every
+        if self.processes == 1:
             return None
+        among = tuple(compiled.mesh.ranks)
+        own_ledger = ledger_of(among)
         inputs = [p for p in compiled.local.inputs if p.port.role is Role.INPUT]
         wholes = [i for i, p in enumerate(inputs) if p.port.name not in own]
         shared = [
@@ -341,14 +356,14 @@ class Launched:
         ]
 
         def observe(tensors: Sequence[Tensor], held: Sequence[tuple[str, Tensor]]) -> None:
-            ranks.stepped(written(held), where)
-            ranks.given([tensors[i] for i in wholes], where)
+            own_ledger.stepped(written(held), where)
+            own_ledger.given([tensors[i] for i in wholes], where)
             for i, ledger, at in shared:
                 ledger.shared(tensors[i], at)
             if every is not None:
                 call = next(calls)
                 copies, whole = in_turn(held, call, every)
-                note(copies, f"call {call} of {name}", call, whole)
+                note(copies, f"call {call} of {name}", call, whole, among)
 
         return observe
 
@@ -361,7 +376,9 @@ class Launched:
         hold(module, name, part)
 
     def part(self, whole: Tensor, layout: Layout) -> Tensor:
-        own = whole[layout.slices(tuple(whole.shape), get_rank())]
+        from partway.strategy.torch_mesh import own_rank
+
+        own = whole[layout.slices(tuple(whole.shape), own_rank(layout.mesh))]
         return own.clone(memory_format=torch.contiguous_format)
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -382,7 +399,7 @@ class Launched:
 
         layout = placed.layout
         if all(isinstance(p, Replicate) for p in layout.placements):
-            return functools.partial(_alike, where=where) if where and get_group_size() > 1 else None
+            return functools.partial(_alike, where=where, mesh=layout.mesh) if where and self.processes > 1 else None
         return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
     def write(self, placed: PlacedPort, parts: Any, given: Any, result: Tensor) -> None:
@@ -451,17 +468,18 @@ def _ledger_of_part(layout: Layout) -> Any:
     from partway.runtime.ranks.replicas import ledger_of
 
     axes = tuple(axis for axis in layout.mesh.axes if axis not in layout.split_axes)
-    ranks = tuple(layout.mesh.group(get_rank(), *axes)) if axes else ()
+    ranks = layout.mesh.processes(get_rank(), *axes) if axes else ()
     return ledger_of(ranks) if len(ranks) > 1 else None
 
 
-def _alike(result: Tensor, where: str) -> Tensor:
+def _alike(result: Tensor, where: str, mesh: Mesh) -> Tensor:
     """A result that is whole on every rank. All have to go on with it alike, and none with labels of its own: its
     gradient is compared."""
     if result.requires_grad:
-        from partway.runtime.ranks.watch import watch
+        from partway.runtime.ranks.replicas import ledger_of
 
-        result.register_hook(lambda gradient: watch().came_back(gradient, where))
+        ledger = ledger_of(tuple(mesh.ranks))
+        result.register_hook(lambda gradient: ledger.came_back(gradient, where))
     return result
 
 
@@ -498,6 +516,7 @@ def _simulator(mesh: Mesh) -> Executor:
     return OneDevice(mesh) if mesh.device_num == 1 else Simulator(mesh)
 
 
-def placing() -> Placing:
-    """The Placing of this process. Where a launcher started it, the process group is started if there is none."""
-    return Launched() if launched() else Simulated()
+def placing(mesh: Mesh | None = None) -> Placing:
+    """The Placing of this process for calls on `mesh`. Where a launcher started it, the process group is started if
+    there is none."""
+    return Launched(mesh) if launched() else Simulated()

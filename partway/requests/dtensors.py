@@ -162,10 +162,10 @@ def _layout(tensor: Any, mesh: Mesh) -> Layout:
     known = set(axes) <= set(mesh.axes) and tuple(axis for axis in mesh.axes if axis in axes) == tuple(axes)
     if not axes or not known or sizes != tuple(mesh.size(axis) for axis in axes):
         raise StrategyError(f"its axes are not those of the mesh {mesh}")
-    group = next(ranks for ranks in mesh.groups(*axes) if dist.get_rank() in ranks)
+    group = list(mesh.processes(dist.get_rank(), *axes))
     ranks = own.mesh.flatten().tolist()
-    if ranks != list(group):
-        raise StrategyError(f"its ranks are {ranks}, and on the mesh {mesh} they are {list(group)}")
+    if ranks != group:
+        raise StrategyError(f"its ranks are {ranks}, and on the mesh {mesh} they are {group}")
     placements = from_dtensor(tensor.placements, _part(mesh, axes), tensor.ndim).placements
     by_axis = dict(zip(axes, placements, strict=True))
     return Layout(mesh, tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axes))

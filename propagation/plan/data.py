@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
@@ -216,6 +217,7 @@ class PlanData(_Frozen):
     format: int = Field(default=_FORMAT, ge=_FORMAT, le=_FORMAT)
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    ranks: tuple[int, ...] | None = None  # of the job, where the mesh is a part of one
     inputs: tuple[TensorPlan, ...]
     operators: tuple[OperatorPlan, ...]
     outputs: tuple[TensorPlan, ...]
@@ -224,10 +226,17 @@ class PlanData(_Frozen):
     certificate: Certificate
     unknown_operators: tuple[str, ...] = ()
 
+    @model_serializer(mode="wrap")
+    def _without_ranks_of_all(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = made(self)
+        if self.ranks is None:
+            data.pop("ranks", None)
+        return data
+
     @property
     def mesh(self) -> Mesh:
         """The mesh it is for."""
-        return Mesh(dict(zip(self.axes, self.sizes, strict=True)))
+        return Mesh(dict(zip(self.axes, self.sizes, strict=True)), self.ranks)
 
     @property
     def parameters(self) -> dict[str, Layout]:

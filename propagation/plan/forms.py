@@ -276,8 +276,8 @@ FORMS: Mapping[str, StoredForm] = {
     ),
     "mesh": StoredForm(
         (Mesh,),
-        lambda writer, value: [list(value.axes), list(value.sizes)],
-        lambda reader, axes, sizes: Mesh(dict(zip(axes, sizes, strict=True))),
+        lambda writer, value: [list(value.axes), list(value.sizes), *([list(value.ranks)] if value.is_part else [])],
+        lambda reader, axes, sizes, ranks=None: Mesh(dict(zip(axes, sizes, strict=True)), ranks),
     ),
     "device": StoredForm((torch.device,), lambda writer, value: [str(value)], lambda reader, text: torch.device(text)),
     "placement": StoredForm(

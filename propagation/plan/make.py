@@ -64,6 +64,7 @@ def make_plan(
     plan = Plan(
         axes=problem.settings.mesh.axes,
         sizes=problem.settings.mesh.sizes,
+        ranks=tuple(problem.settings.mesh.ranks) if problem.settings.mesh.is_part else None,
         inputs=tensors(program.inputs, VertexKind.INPUT),
         operators=tuple(_operator(v, c, fate, producer_of) for v, c, fate in chosen if v.kind is VertexKind.OPERATOR),
         outputs=tensors(program.outputs, VertexKind.OUTPUT),

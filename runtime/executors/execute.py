@@ -21,13 +21,14 @@ from ...propagation.program.local_program import PlacedPort
 from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
-from ...strategy.torch_mesh import own_group, to_device_mesh
+from ...strategy.torch_mesh import own_group, own_rank, to_device_mesh
 from ..code.instructions import Code, Instruction, Mark, Relayout
 from ..code.local_conversions import LOCAL
 from ..code.slices import Placed, full_part, part_of, short_part
 from ..code.straight_line import Bind, Run, compile_code
 from ..code.strides import laid_out
 from ..launching.process import device_type
+from ..ranks.replicas import ledger_of
 from ..ranks.watch import told, watch
 from ..ranks.world import of_world
 from ..torch_internals import local_part_of, timeout_of
@@ -66,7 +67,7 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     device_mesh(mesh)
     made = of_world(_MadeMeshes).groups
     if (mesh, axes) not in made:
-        made[mesh, axes] = own_group(mesh.groups(*axes), timeout_of(dist.group.WORLD), ",".join(axes))
+        made[mesh, axes] = own_group(mesh, axes, timeout_of(dist.group.WORLD), ",".join(axes))
     return made[mesh, axes]
 
 
@@ -81,7 +82,7 @@ class Worker:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.device_mesh = device_mesh(mesh)
-        self.rank = dist.get_rank()
+        self.rank = own_rank(mesh)
         self._scratch = Scratch()
 
     def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -128,8 +129,9 @@ class Worker:
     def load(self, code: Code, mark: Mark | None = None) -> Run:
         """`code` as a function, from this rank's part of every input to that of every output."""
         run, own = compile_code(code, self, mark), watch()
-        if own.size == 1:
+        if self.mesh.device_num == 1:
             return run
+        ledger = ledger_of(tuple(self.mesh.ranks))
         identity, draws = code.identity, any(step.once for step in code.instructions)
         where = next((code.describe(step) for step in code.instructions if step.communicates), "")
         noted = draws or bool(where) or code.phase == "backward"  # what a rank may do for itself is its own affair
@@ -138,7 +140,7 @@ class Worker:
         def watched(inputs: list[Any]) -> list[Any]:
             own.check()
             if noted:
-                own.ran(identity, where, draws)
+                ledger.ran(identity, where, draws)
             try:
                 return run(inputs)
             except Exception as error:
@@ -162,8 +164,8 @@ class Worker:
         return step.in_place or step.text
 
     def ranks(self, c: Relayout) -> tuple[int, ...]:
-        """The ranks that a conversion is among."""
-        return next(tuple(ranks) for ranks in self.mesh.groups(*c.axes) if self.rank in ranks)
+        """The ranks of the job that a conversion is among."""
+        return self.mesh.processes(self.mesh.ranks[self.rank], *c.axes)
 
     def _converter(self, c: Relayout) -> Callable[..., Any]:
         position = self.mesh.position(self.rank, *c.axes)
@@ -178,11 +180,14 @@ class Worker:
 # -- The same values on every rank -----------------------------------------------------------------------------------
 
 
-def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Write rank 0's values into `tensors` on every rank, in place; every rank calls it."""
+def broadcast(tensors: Sequence[Tensor], mesh: Mesh | None = None) -> None:
+    """Write the first rank's values into `tensors` on every rank of the job, or of `mesh`, in place; each of them calls
+    it."""
+    part = mesh if mesh is not None and mesh.is_part else None
+    group = process_group(part, part.axes) if part else None
     with torch.no_grad():
         for tensor in tensors:
             whole = tensor.contiguous()
-            dist.broadcast(as_bytes(whole), 0)
+            dist.broadcast(as_bytes(whole), part.ranks[0] if part else 0, group=group)
             if whole is not tensor:
                 tensor.copy_(whole)

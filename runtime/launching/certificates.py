@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...strategy.errors import RuntimeStateError
+from ...strategy.extras import install_extra
 from ...strategy.files import reason
 
 if TYPE_CHECKING:
@@ -101,9 +102,7 @@ def _read(identity: Identity) -> tuple[Any, x509.Certificate, list[x509.Certific
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, pkcs12
     except ImportError:
-        raise RuntimeStateError(
-            "certificates are read by cryptography; run: pip install '.[ssl]' in Partway's checkout"
-        ) from None
+        raise RuntimeStateError(f"certificates are read by cryptography; run: {install_extra('ssl')}") from None
     data, password = _bytes(identity.name, identity.file, alone=True), identity.password.encode() or None
     try:
         if identity.file.suffix.lower() in _PKCS12:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +52,10 @@ def facts_of(named: Mapping[str, Tensor], fix: str, follows: int = 1) -> Iterato
 
 
 @contextmanager
-def agreement(purpose: str, detail: str = "") -> Iterator[list[Fact]]:
-    """What the block puts in the list must be the same on all ranks when it ends; every rank comes to it. `purpose`
-    says what for, as in "plan a call of MLP", and `detail` what else other ranks are told of it.
+def agreement(purpose: str, detail: str = "", among: Sequence[int] | None = None) -> Iterator[list[Fact]]:
+    """What the block puts in the list must be the same on all ranks when it ends, or on the ranks `among` which it is
+    agreed; every one of them comes to it. `purpose` says what for, as in "plan a call of MLP", and `detail` what else
+    other ranks are told of it.
 
     Raises RuntimeStateError, the same on every rank, that says which ranks differ and how; and where the block fails on
     some ranks but not on all, on the others one that says so.
@@ -65,25 +66,25 @@ def agreement(purpose: str, detail: str = "") -> Iterator[list[Fact]]:
             yield facts
     except Exception as error:
         with suppress(RuntimeStateError):  # of those that did not fail
-            _agree(purpose, [], f"{type(error).__name__}: {error}", detail)
+            _agree(purpose, [], f"{type(error).__name__}: {error}", detail, among)
         raise
-    _agree(purpose, facts, "", detail)
+    _agree(purpose, facts, "", detail, among)
 
 
-def agree(purpose: str, facts: Iterable[Fact]) -> None:
+def agree(purpose: str, facts: Iterable[Fact], among: Sequence[int] | None = None) -> None:
     """`agreement` on `facts` that are there already."""
-    with agreement(purpose) as own:
+    with agreement(purpose, among=among) as own:
         own.extend(facts)
 
 
-def gathered(purpose: str, mine: Any) -> list[Any]:
-    """The values, which JSON has, that all ranks give, by rank; every rank comes to it.
+def gathered(purpose: str, mine: Any, among: Sequence[int] | None = None) -> list[Any]:
+    """The values, which JSON has, that all ranks give (or the ranks `among`), by rank; each of them comes to it.
 
     Raises RuntimeStateError, on every rank, where some are elsewhere in the program.
     """
     own = watch()
-    with _giving_up():
-        verdict = json.loads(own.meet(purpose, _answer(purpose, value=mine), _listed))
+    with _giving_up(among):
+        verdict = json.loads(own.meet(purpose, _answer(purpose, value=mine), _listed, among=among))
         if verdict["error"]:
             raise RuntimeStateError(verdict["error"])
     values: list[Any] = verdict["values"]
@@ -103,24 +104,25 @@ def _answer(purpose: str, refused: str = "", facts: Iterable[Fact] = (), **more:
 
 
 @contextmanager
-def _giving_up() -> Iterator[None]:
-    """Where a meeting in the block fails, it fails on every rank."""
+def _giving_up(among: Sequence[int] | None) -> Iterator[None]:
+    """Where a meeting in the block fails, it fails on every rank of it."""
     try:
         yield
     except RuntimeStateError as error:
         own = watch()
         own.gave_up(error)
-        own.part()
+        own.part(among)
         raise
 
 
-def _agree(purpose: str, facts: list[Fact], refused: str, detail: str) -> None:
+def _agree(purpose: str, facts: list[Fact], refused: str, detail: str, among: Sequence[int] | None) -> None:
     own = watch()
-    with _giving_up():
-        verdict = json.loads(own.meet(purpose, _answer(purpose, refused, facts), _compared, detail))
+    with _giving_up(among):
+        verdict = json.loads(own.meet(purpose, _answer(purpose, refused, facts), _compared, detail, among))
         if verdict["differ"]:
             told = {fact.name: [fact.text, fact.fix, fact.digest] for fact in facts if fact.name in verdict["differ"]}
-            verdict["error"] = own.meet(f"say how the ranks differ that would {purpose}", json.dumps(told), _described)
+            about = f"say how the ranks differ that would {purpose}"
+            verdict["error"] = own.meet(about, json.dumps(told), _described, among=among)
         if verdict["error"]:
             raise RuntimeStateError(verdict["error"])
 
@@ -138,7 +140,7 @@ def _compared(answers: dict[int, str]) -> str:
         rank, why = next(iter(refused.items()))
         error = f"rank {rank} could not {purposes[rank]}, and other ranks could; {_SAME}:\n{why}"
     names = {name: follows for each in each_rank.values() for name, (follows, _) in each["facts"].items()}
-    first = each_rank[0]["facts"]
+    first = next(iter(each_rank.values()))["facts"]
     differ = [name for name in names if any(each["facts"].get(name) != first.get(name) for each in each_rank.values())]
     least = min((names[name] for name in differ), default=0)
     told = [name for name in differ if names[name] == least]
@@ -146,16 +148,16 @@ def _compared(answers: dict[int, str]) -> str:
 
 
 def _described(answers: dict[int, str]) -> str:
-    """How ranks differ, for people; the first rank that differs from rank 0 stands for all."""
+    """How ranks differ, for people; the first rank that differs from the first one stands for all."""
     facts: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
-    lines = []
+    first, lines = next(iter(facts)), list[str]()
     for name in dict.fromkeys(name for each in facts.values() for name in each):
         texts = {rank: each[name][0] if name in each else None for rank, each in facts.items()}
         fix = next(each[name][1] for each in facts.values() if name in each)
         digests = {rank: each[name][2] if name in each else None for rank, each in facts.items()}
-        rank = next(rank for rank, digest in digests.items() if digest != digests[0])
-        other = f"has other values on rank {rank} than on rank 0"
-        lines.append(f"{name} {_difference(texts[0], texts[rank], rank) or other}; {fix}")
+        rank = next(rank for rank, digest in digests.items() if digest != digests[first])
+        other = f"has other values on rank {rank} than on rank {first}"
+        lines.append(f"{name} {_difference(texts[first], texts[rank], first, rank) or other}; {fix}")
     if len(lines) == 1:
         return lines[0]
     shown = [f"  - {line}" for line in lines[:_LISTED]]
@@ -163,14 +165,14 @@ def _described(answers: dict[int, str]) -> str:
     return "\n".join(["the ranks differ:", *shown, *more])
 
 
-def _difference(first: str | None, other: str | None, rank: int) -> str:
-    """How two texts differ; "" if they do not."""
-    if first == other:
+def _difference(one: str | None, other: str | None, first: int, rank: int) -> str:
+    """How the texts of two ranks differ; "" if they do not."""
+    if one == other:
         return ""
-    if first is None or other is None:
-        has, lacks = (0, rank) if other is None else (rank, 0)
+    if one is None or other is None:
+        has, lacks = (first, rank) if other is None else (rank, first)
         return f"is there on rank {has} and not on rank {lacks}"
-    ours, theirs = first.splitlines() or [""], other.splitlines() or [""]
+    ours, theirs = one.splitlines() or [""], other.splitlines() or [""]
     where = ""
     if len(ours) > 1 or len(theirs) > 1:
         line = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
@@ -178,7 +180,7 @@ def _difference(first: str | None, other: str | None, rank: int) -> str:
         ours, theirs = ([*lines[line : line + 1], "nothing more"] for lines in (ours, theirs))
         where = f"differs, first in line {line + 1}: it "
     alike = next((i for i, (a, b) in enumerate(zip(ours[0], theirs[0], strict=False)) if a != b), 0)
-    return f"{where}is {_cut(ours[0], alike)} on rank 0 and {_cut(theirs[0], alike)} on rank {rank}"
+    return f"{where}is {_cut(ours[0], alike)} on rank {first} and {_cut(theirs[0], alike)} on rank {rank}"
 
 
 def _cut(text: str, alike: int) -> str:

@@ -20,11 +20,12 @@ from .agreement import gathered
 _CGROUP = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
-@functools.lru_cache(maxsize=4)
-def memory_of_a_rank(kind: str) -> float:
-    """The bytes that every rank may use on its device, "cpu" or "cuda": those of the rank that has the least. Every
-    rank asks at the same place. They are counted once in a process, so that all plans are made for the same."""
-    answers = gathered("count the memory of its device", _mine(kind))
+@functools.lru_cache(maxsize=16)
+def memory_of_a_rank(kind: str, among: tuple[int, ...] | None = None) -> float:
+    """The bytes that every rank (or each of the ranks `among`) may use on its device, "cpu" or "cuda": those of the
+    rank that has the least. Each of them asks at the same place. They are counted once in a process, so that all plans
+    are made for the same."""
+    answers = gathered("count the memory of its device", _mine(kind), among)
     return rounded_down(min(shares(answers)))
 
 

@@ -28,12 +28,12 @@ T = TypeVar("T")
 _EACH = 4  # what is looked at each time
 
 
-def holders(tensor: Tensor) -> tuple[int, ...]:
-    """The ranks that hold the same part of `tensor` as this one: all of them where it is whole on each, none where it
-    holds partial sums."""
+def holders(tensor: Tensor, among: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The ranks that hold the same part of `tensor` as this one: where it is whole on each all of them, or the ranks
+    `among` which it is used; none where it holds partial sums."""
     if isinstance(tensor, DTensor):
         return _holders(tensor.device_mesh, tensor.placements)
-    return tuple(range(dist.get_world_size()))
+    return tuple(range(dist.get_world_size())) if among is None else among
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,6 +53,12 @@ def ledger_of(ranks: tuple[int, ...]) -> Ledger:
     return own.ledger(f"{EVERY}/{ranks[0]}/{len(ranks)}/{zlib.crc32(repr(ranks).encode())}", ranks)
 
 
+@functools.lru_cache(maxsize=256)
+def ranks_of(mesh: Any) -> tuple[int, ...]:
+    """The ranks of a DeviceMesh."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 def in_turn(items: Sequence[T], time: int, every: int) -> tuple[list[T], bool]:
     """Those of `items` whose turn it is at the `time`-th time, and whether they are looked at whole: so are all of them
     at each time that `every` divides, if that is not 0."""
@@ -62,11 +68,11 @@ def in_turn(items: Sequence[T], time: int, every: int) -> tuple[list[T], bool]:
     return [items[(time * count + k) % len(items)] for k in range(count)], False
 
 
-def note(copies: Iterable[tuple[str, Tensor]], where: str, time: int, whole: bool) -> None:
-    """Note what this rank holds of the named `copies`, for the `time`-th time, at `where`: a few elements of each, or a
-    checksum of the `whole`."""
+def note(copies: Iterable[tuple[str, Tensor]], where: str, time: int, whole: bool, among: tuple[int, ...]) -> None:
+    """Note what this rank, one of those `among`, holds of the named `copies`, for the `time`-th time, at `where`: a few
+    elements of each, or a checksum of the `whole`."""
     for name, tensor in copies:
-        ranks = holders(tensor)
+        ranks = holders(tensor, among)
         if len(ranks) < 2 or tensor.layout is not torch.strided or tensor.is_meta:
             continue
         part = local_part_of(tensor) if isinstance(tensor, DTensor) else tensor

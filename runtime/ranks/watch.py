@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -66,7 +66,8 @@ class Watch:
         self.timeout = timeout_of(self.group).total_seconds()
         self._prefix = f"partway/{self._number}"
         self._store, self._own = self._answering(), self._connected()
-        self._process, self._meetings, self._asked = os.getpid(), 0, itertools.count()
+        self._process, self._asked = os.getpid(), itertools.count()
+        self._meetings: dict[tuple[int, ...], int] = {}  # how many there were, by who comes
         self._planning: list[str] = []
         self._at: str | None = None  # the meeting that this rank waits at
         self._waits: tuple[str, tuple[int, ...]] | None = (
@@ -77,9 +78,7 @@ class Watch:
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
         self._ledgers: dict[str, Ledger] = {}
-        own = self.ledger(EVERY, range(self.size))
-        self.ran, self.given, self.stepped, self.came_back = own.ran, own.given, own.stepped, own.came_back
-        self.settings, self.writes, self.kept = own.settings, own.writes, own.kept
+        self.ledger(EVERY, range(self.size))
         self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
@@ -266,23 +265,34 @@ class Watch:
 
     # -- meeting
 
-    def meet(self, purpose: str, mine: str, judge: Callable[[dict[int, str]], str], detail: str = "") -> str:
-        """Hand in the text `mine`, and return what rank 0 makes of the texts of all ranks by `judge`. `purpose` says
-        what for: "plan a call of MLP"; `detail` what else of it other ranks are told.
+    def meet(
+        self,
+        purpose: str,
+        mine: str,
+        judge: Callable[[dict[int, str]], str],
+        detail: str = "",
+        among: Sequence[int] | None = None,
+    ) -> str:
+        """Hand in the text `mine`, and return what the first rank makes by `judge` of the texts of all ranks, or of the
+        ranks `among`, of which this is one. `purpose` says what for: "plan a call of MLP"; `detail` what else of it
+        other ranks are told.
 
         Raises RuntimeStateError, on every rank that has come, where a rank cannot come or has not come in time.
         """
-        n, self._meetings, self.failed = self._meetings, self._meetings + 1, None
+        ranks = self._among(among)
+        n = self._meetings.get(ranks, 0)
+        self._meetings[ranks], self.failed = n + 1, None
+        here = _Rendezvous(ranks, self._key(ranks, n), purpose, self._key(ranks, n - 1) if n else "")
         self._at = purpose + detail
         try:
-            self._store.set(f"meeting/{n}/{self.rank}", mine)
-            if self.rank == 0:
-                verdict = self._judged(n, purpose, judge)
-                self._store.set(f"verdict/{n}", verdict)
+            self._store.set(here.text_of(self.rank), mine)
+            if self.rank == ranks[0]:
+                verdict = self._judged(here, judge)
+                self._store.set(here.verdict, verdict)
             else:
-                self._wait([f"verdict/{n}"], n, purpose)
-                verdict = self._store.get(f"verdict/{n}").decode()
-                self._store.delete_key(f"meeting/{n}/{self.rank}")
+                self._wait([here.verdict], here)
+                verdict = self._store.get(here.verdict).decode()
+                self._store.delete_key(here.text_of(self.rank))
         except dist.DistError as error:  # the store
             raise RuntimeStateError(
                 f"rank {self.rank} wanted to {purpose}, and the store by which the processes met has gone, with the "
@@ -352,28 +362,41 @@ class Watch:
         """What this rank says from now on: it raised `error`."""
         self.failed = f"has given up: {first_line(error).rstrip(':')}"
 
-    def part(self) -> None:
+    def _among(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        return tuple(range(self.size) if ranks is None else ranks)
+
+    def _key(self, ranks: tuple[int, ...], n: int) -> str:
+        """The keys of the `n`-th meeting of `ranks`."""
+        return f"{n}" if len(ranks) == self.size else f"{','.join(map(str, ranks))}/{n}"
+
+    def next_meeting(self, among: Sequence[int] | None = None) -> str:
+        """The keys of the next meeting of all ranks, or of the ranks `among`."""
+        ranks = self._among(among)
+        return self._key(ranks, self._meetings.get(ranks, 0))
+
+    def part(self, among: Sequence[int] | None = None) -> None:
         """After a meeting that failed: stay until all have heard of it, since the store may go with this process."""
+        ranks = self._among(among)
         with suppress(RuntimeError):
-            n = self._meetings
-            self._store.set(f"parted/{n}/{self.rank}", "")
+            key = self.next_meeting(among)
+            self._store.set(f"parted/{key}/{self.rank}", "")
             end = time.monotonic() + _ANSWER
-            while self.rank == 0 and time.monotonic() < end:
-                if self._store.check([f"parted/{n}/{rank}" for rank in range(self.size)]):
+            while self.rank == ranks[0] and time.monotonic() < end:
+                if self._store.check([f"parted/{key}/{rank}" for rank in ranks]):
                     return
                 time.sleep(0.01)
 
-    def _judged(self, n: int, purpose: str, judge: Callable[[dict[int, str]], str]) -> str:
-        keys = {rank: f"meeting/{n}/{rank}" for rank in range(self.size)}
+    def _judged(self, here: _Rendezvous, judge: Callable[[dict[int, str]], str]) -> str:
+        keys = {rank: here.text_of(rank) for rank in here.ranks}
         try:
-            self._wait(list(keys.values()), n, purpose)
+            self._wait(list(keys.values()), here)
         except RuntimeStateError as error:
             return f"failed {error}"
-        if n:  # every rank has read it
-            self._store.delete_key(f"verdict/{n - 1}")
+        if here.before:  # every rank has read it
+            self._store.delete_key(f"verdict/{here.before}")
         return f"judged {judge({rank: self._store.get(key).decode() for rank, key in keys.items()})}"
 
-    def _wait(self, keys: list[str], n: int, purpose: str) -> None:
+    def _wait(self, keys: list[str], here: _Rendezvous) -> None:
         """Wait until the store has `keys`, or it is clear that it will not."""
         end, before = time.monotonic() + self.timeout, list[dict[int, Doing]]()
         while True:
@@ -381,24 +404,25 @@ class Watch:
             pause = 0.0005
             while not self._store.check(keys) and time.monotonic() < look:  # a wait that times out writes to stderr
                 time.sleep(pause)
-                pause = min(2 * pause, 0.02 * (1 + self.size / 64))
+                pause = min(2 * pause, 0.02 * (1 + len(here.ranks) / 64))
             if self._store.check(keys):
                 return
             left = end - time.monotonic()
-            missing = [rank for rank in range(self.size) if not self._store.check([f"meeting/{n}/{rank}"])]
-            if self.rank and 0 not in missing:  # rank 0 looks, and will say, unless it has ended since it came
-                if (left > 0 and not self._has_ended(0)) or self._store.check(keys):
+            first = here.ranks[0]
+            missing = [rank for rank in here.ranks if not self._store.check([here.text_of(rank)])]
+            if self.rank != first and first not in missing:  # it looks, and will say, unless it has ended since it came
+                if (left > 0 and not self._has_ended(first)) or self._store.check(keys):
                     continue
-                missing = [0]
+                missing = [first]
             answers = self.ask(missing)
             before = [*before, answers][-_SURE:]
             why = self._hopeless(before, set(missing))
             if left <= 0:
                 why = f"did not come within {self.timeout:g} s"
             if why and missing:
-                here = [rank for rank in range(self.size) if rank not in missing]
+                come = [rank for rank in here.ranks if rank not in missing]
                 raise RuntimeStateError(
-                    f"{named(here)} would {purpose}, and {named(missing)} {why}; run the same program on every "
+                    f"{named(come)} would {here.purpose}, and {named(missing)} {why}; run the same program on every "
                     f"rank:\n{lines_of(answers)}"
                 )
 
@@ -412,6 +436,25 @@ class Watch:
         if len(looks) == _SURE and waiting and for_us and all(look == last for look in looks):
             return f"wait{'s' * (len(missing) == 1)} in a collective that needs all of its ranks"
         return ""
+
+
+@dataclass(frozen=True)
+class _Rendezvous:
+    """A meeting of `ranks`, which is kept in the store under `key`; `before`: the key of their last one, if any."""
+
+    ranks: tuple[int, ...]
+    key: str
+    purpose: str
+    before: str
+
+    @property
+    def verdict(self) -> str:
+        """Where the first rank puts what it makes of all texts."""
+        return f"verdict/{self.key}"
+
+    def text_of(self, rank: int) -> str:
+        """Where `rank` puts its text."""
+        return f"meeting/{self.key}/{rank}"
 
 
 def _is_over(work: Any, limit: timedelta | None) -> bool:

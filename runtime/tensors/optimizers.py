@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..ranks.replicas import in_turn, note, settings_of
+from ..ranks.replicas import in_turn, ledger_of, note, ranks_of, settings_of
 from ..ranks.watch import Watch, comparing
 from .replaced import current
 from .split_tensor import placed_like
@@ -69,24 +69,32 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_load(optimizer: torch.optim.Optimizer) -> None:
     """States that are split are in no other rank."""
-    if TRACKED.optimizers[optimizer].names and (own := comparing()) is not None:
-        own.settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
+    known = TRACKED.optimizers[optimizer]
+    if known.names and comparing() is not None:
+        ledger_of(_among(known)).settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
 
 
 def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
     """Tell the ledger what the optimizer is about to step with."""
     own.check()
     assert own.look_every is not None
-    where = f"step {known.steps} of {type(optimizer).__name__}"
-    own.settings(type(optimizer).__qualname__, f"{where}: its class")
+    among = _among(known)
+    where, ledger = f"step {known.steps} of {type(optimizer).__name__}", ledger_of(among)
+    ledger.settings(type(optimizer).__qualname__, f"{where}: its class")
     for setting, values in settings_of(optimizer.param_groups).items():
-        own.settings(values, f"{where}: {setting}")
-    own.kept(tuple(_kept(parameter.grad) for _, parameter in known.names), where)
+        ledger.settings(values, f"{where}: {setting}")
+    ledger.kept(tuple(_kept(parameter.grad) for _, parameter in known.names), where)
     parameters, whole = in_turn(known.names, known.steps, own.look_every)
     for name, parameter in parameters:
         held = {"the gradient": parameter.grad, **optimizer.state.get(parameter, {})}
         copies = ((f"{what} of {name}", kept) for what, kept in held.items() if isinstance(kept, Tensor))
-        note(copies, where, known.steps, whole)
+        note(copies, where, known.steps, whole, among)
+
+
+def _among(known: _Known) -> tuple[int, ...]:
+    """The ranks on whose mesh its parameters are."""
+    parameter: Any = known.names[0][1]
+    return ranks_of(parameter.device_mesh)
 
 
 def _kept(gradient: Tensor | None) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...propagation.torch_internals import is_batched
 from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
+from ...strategy.torch_mesh import own_rank
 from ..code.slices import full_part
 from ..executors.execute import process_group
 from ..executors.issue import all_gather, as_bytes
@@ -93,7 +94,7 @@ def recut(
 def _assembled(part: Tensor, layout: Layout, shape: tuple[int, ...], places: Sequence[Place]) -> Tensor:
     """The tensor of global `shape` of which each rank has a `part`, at its place; `layout` says which axes split it."""
     axes = layout.split_axes
-    ranks = next(group for group in layout.mesh.groups(*axes) if dist.get_rank() in group)
+    ranks = layout.mesh.group(own_rank(layout.mesh), *axes)
     sizes = {rank: tuple(s.stop - s.start for s in places[rank]) for rank in ranks}
     longest = tuple(map(max, zip(*sizes.values(), strict=True)))
     own = full_part(part.detach(), longest)
@@ -105,9 +106,9 @@ def _assembled(part: Tensor, layout: Layout, shape: tuple[int, ...], places: Seq
     return whole
 
 
-def _own(whole: Tensor, places: Sequence[Place]) -> Tensor:
+def _own(whole: Tensor, layout: Layout, places: Sequence[Place]) -> Tensor:
     """What is at the place of this rank, in memory of its own. (Not padded, since its gradient is not.)"""
-    return whole[places[dist.get_rank()]].clone(memory_format=torch.contiguous_format)
+    return whole[places[own_rank(layout.mesh)]].clone(memory_format=torch.contiguous_format)
 
 
 class _Taken(torch.autograd.Function):
@@ -117,7 +118,7 @@ class _Taken(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, *where: Any) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.where = where
-        return _own(whole, where[-1])
+        return _own(whole, where[0], where[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
@@ -155,7 +156,7 @@ class _Recut(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.back = layout, shape, after, before
-        return _own(_assembled(part, layout, shape, before), after)
+        return _own(_assembled(part, layout, shape, before), layout, after)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:

@@ -22,6 +22,7 @@ from ...strategy.errors import RuntimeStateError, StrategyError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.notation import to_dtensor
+from ...strategy.torch_mesh import own_rank
 from ..code.slices import part_of
 from ..executors.execute import device_mesh
 from ..torch_internals import dtensor_spec, give_hooks, local_part_of, refer_anew, set_part, spec_of, take_hooks
@@ -150,7 +151,7 @@ def shard_tensor(tensor: Tensor, layout: Layout) -> SplitTensor:
         whole = whole.full_tensor()
     if not layout.chunks(tuple(whole.shape)):
         raise StrategyError(f"the layout {layout} cuts the shape {list(whole.shape)} as no DTensor is cut")
-    part = whole[layout.slices(tuple(whole.shape), dist.get_rank())]
+    part = whole[layout.slices(tuple(whole.shape), own_rank(layout.mesh))]
     # A copy of a smaller part, so that the whole can go.
     part = part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
     spec = dtensor_spec(device_mesh(layout.mesh), to_dtensor(layout), tuple(whole.shape), part.dtype)
@@ -167,7 +168,7 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
         if not whole or not layout.cuts:
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
-            return part_of(tensor, layout, dist.get_rank())
+            return part_of(tensor, layout, own_rank(layout.mesh))
         return taken(tensor, layout)
     placements = to_dtensor(layout)
     if tensor.placements == placements:

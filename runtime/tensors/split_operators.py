@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ...propagation.torch_internals import OpOverloadPacket, schema_of, tree_leaves, tree_map
 from ...strategy.cut import Cut
 from ...strategy.errors import RuntimeStateError
+from ..ranks.replicas import ledger_of, ranks_of
 from ..ranks.watch import comparing
 from ..torch_internals import in_backward, is_documented, local_part_of, spec_of
 from .gather import exchange, gather
@@ -64,14 +65,15 @@ def tell_of_write(
     where one of them lies in parts: if only one rank does, or with others, no collective says so. (What is whole is
     compared where ranks hold it alike, and one may have a copy of its own.) But not of what a backward writes, unless
     it `always` does: whether it copies a gradient depends on who else has a reference to it just then."""
-    if (own := comparing()) is None or (in_backward() and not always):
+    if comparing() is None or (in_backward() and not always):
         return
     first = written[0] if written else ()
     each = first if isinstance(first, list | tuple) else [first]
-    if any(is_split(one) and _has_parts(spec_of(one)) for one in each):
+    split = next((spec_of(one) for one in each if is_split(one) and _has_parts(spec_of(one))), None)
+    if split is not None:
         shape = tuple(first.shape) if isinstance(first, Tensor) else (len(first),)
         numbers = (_number(value) for value in (*args, *kwargs.values()))
-        own.writes((op, shape, *(number for number in numbers if number is not None)))
+        ledger_of(ranks_of(split.mesh)).writes((op, shape, *(number for number in numbers if number is not None)))
 
 
 def _has_parts(spec: Any) -> bool:

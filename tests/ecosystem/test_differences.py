@@ -71,40 +71,41 @@ def assign_a_state_dict(model: Any) -> None:
 
 # what a script does, what happens under a launcher, the script, and what it raises there
 CASES: list[Case] = [
-    ("`p.data = tensor`, `p.grad = tensor` of a plain tensor", "its values are taken; later writes to one of the two "
-     "do not show in the other", share_data, "the data are a copy"),
-    ("`p.grad = tensor`, and a write to `tensor`", "as above", share_a_gradient, "the gradient is a copy"),
-    ("`p.numpy()`", "an array of the whole tensor that cannot be written to", write_an_array, "read-only"),
+    ("`p.data = tensor`, `p.grad = tensor` of a plain tensor", "the values are copied; later writes to one of the two "
+     "do not change the other", share_data, "the data are a copy"),
+    ("`p.grad = tensor`, and a write to `tensor`", "the same", share_a_gradient, "the gradient is a copy"),
+    ("`p.numpy()`", "a read-only array of the whole tensor", write_an_array, "read-only"),
     ("`p.storage()`, safetensors' `save_file`", "an error: no memory holds the tensor; `pw.save` and `save_pretrained` "
      "write them", ask_for_storage, "no memory holds all of it; save the model with partway.save"),
     ("`p.share_memory_()`", "the same error", share_memory, "no memory holds all of it"),
     ("`p[0].data = tensor`", "an error: write to it with `copy_`", set_data_of_a_view, "takes no data of its own"),
-    ("a write in place that autograd records, to what is split", "an error: write under `torch.no_grad()`",
+    ("a write in place to a split tensor that autograd records", "an error: write under `torch.no_grad()`",
      write_where_gradients_are_recorded, "where gradients are recorded, which its parts would not see"),
-    ("`torch.save(model)`, `pickle.dumps(model)`", "an error: keep its `state_dict()`", pickle_a_module,
+    ("`torch.save(model)`, `pickle.dumps(model)`", "an error: save its `state_dict()`", pickle_a_module,
      "is not pickled as a whole"),
-    ("`load_state_dict(state, assign=True)` with the `state_dict` of a sharded module", "an error: leave out `assign`",
+    ("`load_state_dict(state, assign=True)` with the `state_dict` of a sharded module", "an error: omit `assign`",
      assign_a_state_dict, "with assign=True two modules would share its memory"),
 ]  # fmt: skip
 
 HEAD = """# Under a launcher
 
-In one process a sharded model has ordinary parameters. Under a launcher each process has parts of them, and they are
-DTensors that mean what they mean on one device: parameters, their gradients, states of optimizers, and results that
-lie split. Every operator of PyTorch, mixed with plain tensors, gives the number of one device; `.item()`, `float()`,
-`print`, `torch.save` and pickling make the whole first. What optimizers do with each element, norms and sums are
-computed on parts; another operator gathers the tensor, on every rank, so that **all ranks have to come**. Where one
-alone does (`if rank == 0: print(model.weight)`), a RuntimeStateError says within seconds what the others do instead.
-Of weights that are whole on every rank, as in data parallelism, nothing is gathered, and one rank may read alone.
+In one process a sharded model has ordinary parameters. Under a launcher each process holds parts of them. Parameters,
+their gradients, optimizer states and split results are DTensors, and every operator of PyTorch on them, also together
+with plain tensors, gives the values of one device. Elementwise operators of optimizers, norms and sums compute on the
+parts. Other operators, and `.item()`, `float()`, `print`, `torch.save` and pickling, gather the whole tensor first, so
+**all ranks have to call them**. If one rank does so alone (`if rank == 0: print(model.weight)`), it gets a
+RuntimeStateError within seconds that names what the others are doing. Weights that are whole on every rank, as in data
+parallelism, are not gathered, so one rank may read them alone.
 
-`isinstance(p, DTensor)` holds, `p.to_local()` is the process's part and `p.full_tensor()` the whole, so that
-`torch.distributed.checkpoint` and `clip_grad_norm_` take them. A submodule or a method called by itself computes with
-gathered weights. `torch.save(model.state_dict(), path)` writes on every rank what one process writes: give each rank a
-path of its own, or use `pw.save`.
+`isinstance(p, DTensor)` is true, `p.to_local()` is the process's part and `p.full_tensor()` the whole, so
+`torch.distributed.checkpoint` and `clip_grad_norm_` accept parameters. A submodule or a method that you call directly
+computes with gathered weights. `torch.save(model.state_dict(), path)` writes the whole state on every rank: give each
+rank its own path, or use `pw.save`.
 
-What remains different, each a test of `tests/ecosystem/test_differences.py`, which writes this page:
+The table lists uses that still behave differently than in one process. `tests/ecosystem/test_differences.py` tests each
+of them and writes this page.
 
-| a script does | under a launcher |
+| use in a script | effect under a launcher |
 | --- | --- |
 """
 

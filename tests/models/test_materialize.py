@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import CASES, gpt2
 
 import partway as pw
-from partway.engine.engine import materialize as module
+from partway.engine import materialize as module
 
 Ranks = Callable[..., list[Any]]
 IDS = torch.arange(32).view(8, 4) % 16

@@ -32,7 +32,7 @@ def test_axes_without_names_are_numbered():
 @pytest.mark.usefixtures("eight_ranks")
 def test_a_device_mesh_in_another_order_is_rejected():
     with pytest.raises(
-        StrategyError, match=r"holds the ranks \[0, 2, 1, 3\]; a mesh of 4 devices has the ranks 0 to 3"
+        StrategyError, match=r"holds the ranks \[0, 2, 1, 3\]; give one whose ranks ascend in row-major order"
     ):
         from_device_mesh(DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]])))
 

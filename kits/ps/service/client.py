@@ -209,7 +209,7 @@ class Client:
         decision = answer.decision
         assert decision is not None
         if self.worker not in decision.members:
-            raise Removed(f"worker {self.worker} was taken for lost before step {number}")
+            raise Removed(f"worker {self.worker} was declared lost before step {number}")
         self._lay(answer)
         calls = [self._link.call(server, "apply", decision, self._known.get(server, -1)) for server in self._servers]
         taken = self._put(dict(zip(self._servers, self._link.wait(calls), strict=True)))

@@ -32,6 +32,7 @@ from partway.ps.service.shelf import Full
 from partway.ps.service.update import OptimizerMaker
 from partway.runtime.launching.launchers import is_local
 from partway.strategy.errors import RuntimeStateError
+from partway.strategy.extras import install_extra
 
 SPACE, COORDINATOR = "partway-ps", "coordinator"
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}
@@ -79,8 +80,7 @@ def ray_is_there() -> None:
     for name in ("ray", "lmdb"):
         if importlib.util.find_spec(name) is None:
             raise RuntimeStateError(
-                f"the parameter server needs {name}, which is not installed; run: pip install '.[ps]' in Partway's "
-                "checkout"
+                f"the parameter server needs {name}, which is not installed; run: {install_extra('ps')}"
             )
 
 
@@ -372,7 +372,7 @@ class RayServers:
             try:
                 self._handles[name] = ray().get_actor(name, SPACE)
             except ValueError as error:
-                raise RuntimeStateError(f"there is no {name} any more: {error}") from error
+                raise RuntimeStateError(f"{name} has ended: {error}") from error
         return self._handles[name]
 
 
@@ -394,7 +394,7 @@ class _Watch:
         now = time.monotonic()
         self._silent = self._silent or now
         if now - self._silent > _RECONNECT:
-            raise Gone(f"Ray's head at {self._site.address} does not answer any more")
+            raise Gone(f"Ray's head at {self._site.address} no longer answers")
 
 
 class Link:

@@ -182,11 +182,11 @@ class Coordinator:
         trains something else."""
         self._look_on()
         if self._job is not None and (wrong := self._job.differs(job)):
-            raise RuntimeStateError(f"{card} trains something else than the workers before it: {wrong}")
+            raise RuntimeStateError(f"{card} does not train the same as the earlier workers: {wrong}")
         if self._fingerprint not in (None, job.fingerprint):
             raise RuntimeStateError(
                 f"{card} trains another model, with another optimizer or another version of Partway than the one whose "
-                "parameters are kept in the shard folder; give this job a folder of its own"
+                "parameters are kept in the shard folder; give this job its own folder"
             )
         if self._job is None:
             self._job, self._maker, self._fingerprint = job, maker, job.fingerprint
@@ -279,7 +279,7 @@ class Coordinator:
             there = sorted({*self._waiting, *self._members})
             raise RuntimeStateError(
                 f"{len(there)} of {self._plan.workers} workers and {len(self._nodes)} of {self._plan.servers} servers "
-                f"came in {self._plan.patience:g} s (MS_TOPO_TIMEOUT): worker {there}; start what is missing, or ask "
+                f"came in {self._plan.patience:g} s (MS_TOPO_TIMEOUT): worker {there}; start the missing ones, or ask "
                 "for fewer (MS_WORKER_NUM, MS_SERVER_NUM)"
             )
 
@@ -316,7 +316,7 @@ class Coordinator:
         """A worker's gradients for step `version` are with all servers. Waits until the step is decided."""
         mine = self._of(worker, incarnation)
         if worker not in self._members:
-            raise Removed(f"worker {worker} was taken for lost before step {version}")
+            raise Removed(f"worker {worker} was declared lost before step {version}")
         if version == self._version + 1:
             mine.arrived, mine.options, mine.aux, mine.waits = version, options, aux, f"with step {version}"
             await self._decide()
@@ -327,7 +327,7 @@ class Coordinator:
                 await self._wait()
                 self._of(worker, incarnation)
                 if worker not in self._members and self._version < version:
-                    raise Removed(f"worker {worker} was taken for lost before step {version}")
+                    raise Removed(f"worker {worker} was declared lost before step {version}")
         mine.waits = ""
         mine.steps += 1
         return Answer(self._decision, self._assignment, self._epoch)
@@ -495,7 +495,7 @@ class Coordinator:
         """Have as many workers and servers. Raises RuntimeStateError for fewer than one."""
         for what, count in (("workers", workers), ("servers", servers)):
             if count is not None and count < 1:
-                raise RuntimeStateError(f"{count} {what}; there has to be 1 at least")
+                raise RuntimeStateError(f"{count} {what}; it must be 1 or more")
         if workers is not None:
             self._wanted_workers = workers
             for worker, mine in self._workers.items():

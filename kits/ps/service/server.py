@@ -503,7 +503,7 @@ class Server:
                 raise RuntimeStateError(
                     f"the shard folder {self._folder} holds the parameters of another job ({meta['job'][:12]}, and "
                     f"this is {self._fingerprint[:12]}): of another model, optimizer, mode or version of Partway; "
-                    "give this job a folder of its own"
+                    "give this job its own folder"
                 )
             self._version = meta["version"]
             self._seen, self._incarnations = _ints(meta["seen"]), _ints(meta["incarnations"])

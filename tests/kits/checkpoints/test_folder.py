@@ -129,9 +129,7 @@ def test_an_unfinished_folder_takes_the_place_of_its_like_only(tmp_path):
     (path / "half").write_text("")
     assert names(make_unfinished(path)) == [MANIFEST]
     (path / MANIFEST).write_text("mine")
-    with pytest.raises(
-        RuntimeStateError, match=r"\.partway\.saving is there already, and Partway did not write it; rem"
-    ):
+    with pytest.raises(RuntimeStateError, match=r"\.partway\.saving already exists, and Partway did not write it; rem"):
         make_unfinished(path)
     assert (path / MANIFEST).read_text() == "mine"
 

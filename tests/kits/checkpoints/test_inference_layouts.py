@@ -193,7 +193,7 @@ def test_what_cannot_be_loaded_says_what_is_missing_and_changes_nothing(tmp_path
     with pytest.raises(StrategyError, match=r"rank_id is 8; it must be an int from 0 to 7"):
         pw.rank_list_for_transform(8, None, strategy)
     with pytest.raises(
-        RuntimeStateError, match=r"filename is 'x'; write where the rank stands in it, as rank_\{rank\}/x"
+        RuntimeStateError, match=r"filename is 'x'; write where the rank goes in it, as in rank_\{rank\}/x"
     ):
         pw.save_checkpoint(network, "x")
     with pytest.raises(
@@ -279,7 +279,7 @@ def test_a_file_that_is_no_rank_s_is_not_written_over_and_nothing_is_left_beside
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeStateError, match=r"file/0\.safetensors cannot be written: .*"):
         pw.save_checkpoint(network, tmp_path / "file" / "{rank}.safetensors")
-    with pytest.raises(RuntimeStateError, match=r"^filename is .*; write where the rank stands in it, as rank_"):
+    with pytest.raises(RuntimeStateError, match=r"^filename is .*; write where the rank goes in it, as in rank_"):
         pw.save_checkpoint(network, "a\0{rank}")
 
 

@@ -96,7 +96,7 @@ def flipped(content):
         ("model.safetensors", flipped, r"model\.safetensors is damaged: the values of .* are not what was saved"),
         ("optimizer.safetensors", flipped, r"optimizer\.safetensors is damaged: the values of state\..* are not what"),
         ("model.safetensors", lambda c: c[:-1], r"model\.safetensors is damaged: it has [\d,]+ bytes, and had [\d,]+"),
-        ("state.pt", flipped, r"state\.pt is damaged: its content is not what was saved"),
+        ("state.pt", flipped, r"state\.pt is damaged: its content has changed since it was saved"),
         ("parts-00000.json", flipped, r"parts-00000\.json is damaged: its content"),
         ("partway.json", lambda c: c[:20], r"partway\.json is damaged: "),
         ("partway.json", lambda c: c.replace(b'"format": 1', b'"format": 9'), r"is of a later version .*\(format 9\)$"),
@@ -146,7 +146,7 @@ def forged(saved, **changed):
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("sizes", {"../../secret": 1}, r"sizes\.\.\./\.\./secret.*: '\.\./\.\./secret' is no name of a file in it"),
+        ("sizes", {"../../secret": 1}, r"sizes\.\.\./\.\./secret.*: '\.\./\.\./secret' is not the name of a file"),
         ("sizes", {"model.safetensors": 1.5}, r"sizes\.model\.safetensors: Input should be a valid integer"),
         ("checksums", {}, "the file: its lists of files do not agree"),
         ("headers", {"state.pt": 1}, "the file: its lists of files do not agree"),
@@ -251,7 +251,9 @@ def test_a_checkpoint_that_lost_its_manifest_is_named_and_not_taken_for_weights(
     (saved / "partway.json").unlink()
     model = net()
     for path in (saved, saved.parent):
-        assert_unchanged(path, model, None, r"checkpoint-000001/partway\.json is missing; the checkpoint is not whole$")
+        assert_unchanged(
+            path, model, None, r"checkpoint-000001/partway\.json is missing; the checkpoint is incomplete$"
+        )
     (saved / "partway.json").mkdir()
     assert_unchanged(saved, model, None, r"checkpoint-000001/partway\.json cannot be read: Is a directory$")
 
@@ -275,7 +277,7 @@ def test_what_refuses_its_state_leaves_all_as_it_was(tmp_path):
 
 def test_a_missing_file_is_named(saved):
     (saved / "optimizer.safetensors").unlink()
-    assert_unchanged(saved, net(), None, r"optimizer\.safetensors is missing; the checkpoint is not whole")
+    assert_unchanged(saved, net(), None, r"optimizer\.safetensors is missing; the checkpoint is incomplete")
 
 
 def test_values_are_returned_and_given_to_what_asks(saved, tmp_path):
@@ -283,13 +285,11 @@ def test_values_are_returned_and_given_to_what_asks(saved, tmp_path):
     assert pw.load(saved, model) == {"step": 7}
     assert pw.load(saved) == {"step": 7}
     assert pw.load(saved, skip=("step",)) == {}
-    with pytest.raises(
-        RuntimeStateError, match=r"scheduler has no load_state_dict\(\); plain values are in what load ret"
-    ):
+    with pytest.raises(RuntimeStateError, match=r"scheduler has no load_state_dict\(\); load returns plain val"):
         pw.load(saved, model, scheduler=3)
     optimizer = stepped(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    text = r"checkpoint-000001 has no scheduler; beside tensors it has step$"
+    text = r"checkpoint-000001 has no scheduler; its named values are step$"
     assert_unchanged(saved, model, None, text, scheduler=scheduler)
 
 

@@ -182,8 +182,8 @@ def test_wrong_arguments_are_named(tmp_path: Path, handler: None) -> None:
         ({"every": 0}, r"^every is 0; it is a number of steps, an int of 1 or more$"),
         ({"every": True}, r"^every is True; it is a number"),
         ({"loader": [1]}, r"^loader has no state_dict\(\) and load_state_dict\(\) .*; use torchdata's Stateful"),
-        ({"step": model}, r"^Resume keeps step itself; give what you keep another name$"),
-        ({"step": model, "epoch": model}, r"^Resume keeps epoch and step itself; give what"),
+        ({"step": model}, r"^Resume keeps step itself; give your own values other names$"),
+        ({"step": model, "epoch": model}, r"^Resume keeps epoch and step itself; give your"),
         ({"count": 3}, r"^count has no state_dict\(\) and load_state_dict\(\) to go on with; give what has a state"),
     ):
         with pytest.raises(RuntimeStateError, match=text):
@@ -261,5 +261,5 @@ def test_a_loader_that_cannot_go_on_within_an_epoch_is_named(tmp_path: Path, han
     data = torch.arange(10)
     sampler = stateful.sampler.RandomSampler(data, replacement=True, generator=generator)
     loader = stateful.StatefulDataLoader(data, sampler=sampler, generator=generator)
-    with pytest.raises(RuntimeStateError, match=r"draw from one generator, .*; give the sampler a generator"):
+    with pytest.raises(RuntimeStateError, match=r"draw from one generator, .*; give the sampler its own generator"):
         pw.Resume(tmp_path, nn.Linear(2, 2), loader=loader)

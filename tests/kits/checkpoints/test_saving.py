@@ -44,7 +44,7 @@ def test_each_wrong_argument_is_named(tmp_path):
         (("", model), r"^path is '', which names no folder; write '\.' for this one$"),
         (("a\0b", model), r"^path is 'a\\x00b', which names no folder"),
         ((tmp_path / "file" / "inner", model), r"file/inner cannot be made a folder for checkpoints: Not a directory$"),
-        ((made, model), r"checkpoint-000001 is a checkpoint; give the folder that it is in, for one more beside it$"),
+        ((made, model), r"checkpoint-000001 is a checkpoint; give the folder that contains it, to add another one$"),
     ):
         with pytest.raises(RuntimeStateError, match=text):
             pw.save(*wrong)

@@ -142,7 +142,7 @@ FOUR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}  # bytes
         ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "'w' ends at byte"),
         ({"w": {"dtype": "X9", "shape": [3], "data_offsets": [0, 8]}}, "'w' has the dtype 'X9', which PyTorch"),
         ({"w": 3}, "not subscriptable"),
-        ([["w"]], "its header is no JSON object"),
+        ([["w"]], "its header is not a JSON object"),
         ([{"w": {**FOUR, "shape": [1.0]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),
         ([{"w": {**FOUR, "shape": [True]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),
         ([{"w": {**FOUR, "shape": [-1, -1]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),

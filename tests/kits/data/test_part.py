@@ -174,7 +174,7 @@ def test_the_number_of_devices_is_that_of_the_context():
         ({"strategy": (1, 8), "devices": 0}, "devices is 0; write how many there are, an int of 1 or more"),
         (
             {"strategy": (1, 8), "devices": 4, "mesh": {"a": 8}},
-            "devices is 4, but the mesh (a=8) has 8; leave out devices",
+            "devices is 4, but the mesh (a=8) has 8; omit devices",
         ),
         ({"strategy": (1, 8), "devices": 8, "rank": 8}, "rank 8 is not on the mesh d0=2, d1=2, d2=2"),
     ],
@@ -206,7 +206,7 @@ def test_a_part_that_cannot_be_is_refused(index, splits):
 
 
 def test_what_has_no_plan_is_refused():
-    with pytest.raises(pw.DataError, match="planned_part takes a Plan or what has one, such as a sharded model, not 3"):
+    with pytest.raises(pw.DataError, match="planned_part takes a Plan, or a sharded model, which has one, not 3"):
         planned_part(3)
     found = compiled(((1, 1, 1, 8), (1,)))
     for wrong in (2, "images", True):

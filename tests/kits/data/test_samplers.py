@@ -251,7 +251,7 @@ def test_shards_without_samples_are_no_endless_epoch(tmp_path):
         (lambda: web_dataset("a.tar", Part.whole(4), seed=None), "seed is None; write an int of 0 or more"),
         (
             lambda: web_dataset("a.tar", Part.whole(4), seed=0, resampled=True, shuffle_shards=False),
-            "resampled=True draws shards at random; leave out shuffle_shards=False",
+            "resampled=True draws shards at random; omit shuffle_shards=False",
         ),
         (
             lambda: web_dataset("a.tar", Part.whole(4), seed=0).with_epoch(0),

@@ -122,7 +122,7 @@ def test_where_nobody_listens_is_named() -> None:
     with pytest.raises(
         RuntimeStateError,
         match=r"^rank 1 does not reach rank 0 at 127.0.0.1:\d+ in 0.2 s: connection refused; check that it runs there, "
-        r"that the address is one that this host reaches, and what stands between \(a firewall\)$",
+        r"that this host reaches the address, and that no firewall is in between$",
     ):
         join(launched(rank=1, port=free_port()), limit=0.2)
     worker = Launch("the scheduler", None, 2, None, "127.0.0.1", free_port())

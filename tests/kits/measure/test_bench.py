@@ -124,7 +124,7 @@ def test_the_figures_are_drawn(tmp_path: Path, rounds: int) -> None:
     [
         (
             ("--model", "vit"),
-            "there is no model 'vit'; write gpt2, resnet50, mlp, or module:function for one of your own",
+            "there is no model 'vit'; write gpt2, resnet50, mlp, or module:function for your own model",
         ),
         (("--world", "0"), "world is 0; it must be 1 or more"),
         (("--rounds", "0"), "rounds is 0; it must be 1 or more"),

@@ -63,7 +63,7 @@ def test_init_comes_first() -> None:
 
 
 def test_what_is_no_optimizer_is_an_error() -> None:
-    with pytest.raises(RuntimeStateError, match=r"^pw\.ps\.optimizer: 'SGD' is no torch\.optim\.Optimizer$"):
+    with pytest.raises(RuntimeStateError, match=r"^pw\.ps\.optimizer: 'SGD' is not a torch\.optim\.Optimizer$"):
         pw.ps.optimizer("SGD")  # type: ignore[arg-type]
 
 

@@ -99,7 +99,7 @@ def test_names_are_only_names() -> None:
         (lambda m: (("0.weight",), {}), "'0.weight' is a name; pass of=, the sharded module or the Plan that has it"),
         (lambda m: (("nobody",), {"of": m}), "the plan has no tensor 'nobody'; its inputs and outputs are 0.weight, "),
         (lambda m: (("linear[3]",), {"of": m}), "the plan has no tensor 'linear[3]'"),
-        (lambda m: ((torch.ones(3),), {}), "a tensor of the shape [3] lies whole wherever it is: it is no DTensor, "),
+        (lambda m: ((torch.ones(3),), {}), "a tensor of the shape [3] is whole on every device: it is not a DTensor, "),
         (lambda m: ((7,), {}), "7 has no layout; pass a tensor, the name of one with of=, or a Layout and a shape"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_what_is_no_span_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pw.StrategyError) as error:
         Timeline().save_html(tmp_path / "x.html", predicted=[3])  # type: ignore[list-item]
-    assert str(error.value) == "3 is no Span; pass predicted=model.program.schedule.spans"
+    assert str(error.value) == "3 is not a Span; pass predicted=model.program.schedule.spans"
 
 
 def test_lanes_of_one_name_stand_together() -> None:

@@ -50,7 +50,7 @@ def test_gpus_are_told_apart_by_what_they_are_and_not_by_their_number(monkeypatc
 def test_the_rank_that_has_the_least_counts(monkeypatch) -> None:
     asked = []
 
-    def others(purpose: str, mine: object) -> list[object]:
+    def others(purpose: str, mine: object, among: object) -> list[object]:
         asked.append((purpose, mine))
         return [["a", "cpu", 64e9], ["b", "cpu", 16.09e9]]
 

@@ -20,7 +20,7 @@ def comes_late():
     """Rank 1 comes to a meeting when rank 0 has given up."""
     own = watch()
     before, own.timeout = own.timeout, 0.2
-    verdict = f"verdict/{own._meetings}"
+    verdict = f"verdict/{own.next_meeting()}"
     try:
         while own.rank and not own._store.check([verdict]):
             time.sleep(0.01)
@@ -46,11 +46,11 @@ def hears_late():
     own = watch()
     before, watches._ANSWER = watches._ANSWER, 60.0
     if own.rank:
-        own.part = lambda: (time.sleep(0.3), type(own).part(own))
+        own.part = lambda among: (time.sleep(0.3), type(own).part(own, among))
     try:
         with pytest.raises(RuntimeStateError, match="at different points of the program"):
             agree(f"try {own.rank}", [])
-        return own._store.check([f"parted/{own._meetings}/1"])
+        return own._store.check([f"parted/{own.next_meeting()}/1"])
     finally:
         watches._ANSWER = before
         vars(own).pop("part", None)

@@ -561,7 +561,7 @@ def test_workers_that_are_too_many_are_asked_to_end(tmp_path: Path) -> None:
         assert run.decisions[2].members == [0, 1]
         with pytest.raises(RuntimeStateError) as error:
             await run.coordinator.scale(0, None)
-        assert str(error.value) == "0 workers; there has to be 1 at least"
+        assert str(error.value) == "0 workers; it must be 1 or more"
 
     running(tmp_path, act, workers=3)
 
@@ -575,7 +575,7 @@ def test_too_few_workers_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(RuntimeStateError) as error:
             await Worker(run).come()
         assert str(error.value) == (
-            "1 of 3 workers and 1 of 2 servers came in 0.3 s (MS_TOPO_TIMEOUT): worker [0]; start what is missing, or "
+            "1 of 3 workers and 1 of 2 servers came in 0.3 s (MS_TOPO_TIMEOUT): worker [0]; start the missing ones, or "
             "ask for fewer (MS_WORKER_NUM, MS_SERVER_NUM)"
         )
 
@@ -588,7 +588,7 @@ def test_a_worker_that_trains_something_else_is_an_error(tmp_path: Path) -> None
         with pytest.raises(RuntimeStateError) as error:
             await Worker(run).come(replace(JOB, optimizer="SGD"))
         assert str(error.value) == (
-            "card None trains something else than the workers before it: the optimizer is SGD, not AdamW"
+            "card None does not train the same as the earlier workers: the optimizer is SGD, not AdamW"
         )
 
     running(tmp_path, act, workers=1)
@@ -602,7 +602,7 @@ def test_the_folder_of_another_job_is_an_error(tmp_path: Path) -> None:
             await Worker(run).come(replace(JOB, optimizer="SGD"))
         assert str(error.value) == (
             "card None trains another model, with another optimizer or another version of Partway than the one whose "
-            "parameters are kept in the shard folder; give this job a folder of its own"
+            "parameters are kept in the shard folder; give this job its own folder"
         )
 
     running(tmp_path, act, workers=1)

@@ -554,8 +554,8 @@ def test_the_folder_of_another_job_is_an_error(tmp_path: Path) -> None:
     mine = Trained(tmp_path / "third").job.fingerprint
     assert str(error.value) == (
         f"the shard folder {tmp_path / '0'} holds the parameters of another job ({mine[:12]}, and this is "
-        f"{other.job.fingerprint[:12]}): of another model, optimizer, mode or version of Partway; give this job a "
-        "folder of its own"
+        f"{other.job.fingerprint[:12]}): of another model, optimizer, mode or version of Partway; give this job its "
+        "own folder"
     )
 
 

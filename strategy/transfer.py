@@ -1,0 +1,68 @@
+"""A tensor on the way from one mesh to another, as between two stages of a pipeline.
+
+A layout says where each rank of a mesh has its part. Of two meshes, rank t of the target needs a block of the tensor;
+what of it rank s of the source has is one transfer:
+
+    [8, 4] on source [tp:S0] of ranks 0, 1 to target [tp:S1] of ranks 2, 3
+
+    0 -> 2  [0:4, 0:2]      1 -> 2  [4:8, 0:2]
+    0 -> 3  [0:4, 2:4]      1 -> 3  [4:8, 2:4]
+
+Ranks of the source that hold the same part take turns, so that what replicas send is spread over them; a rank that is
+on both meshes keeps what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .errors import StrategyError
+from .layout import Layout
+
+Block = tuple[slice, ...]  # of the whole tensor, a slice of each dim
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The `block` of a tensor that the rank `source` of its mesh has for the rank `target` of another."""
+
+    source: int
+    target: int
+    block: Block
+
+
+@lru_cache(maxsize=1024)
+def transfers(source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[Transfer, ...]:
+    """What goes from which rank of the mesh of `source` to which of that of `target`, for a tensor of global `shape`:
+    each rank of the target gets its part once. In the order of target ranks.
+
+    Raises StrategyError where ranks of the source hold partial sums: they are reduced first, on their mesh.
+    """
+    if source.adds:
+        raise StrategyError(
+            f"a tensor of partial sums ({source}) cannot go to another mesh ({target.mesh}); reduce it on its own first"
+        )
+    return tuple(_transfers(source, target, shape))
+
+
+def _transfers(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[Transfer]:
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank in range(source.mesh.device_num):
+        held = tuple((s.start, s.stop) for s in source.slices(shape, rank))
+        holders.setdefault(held, []).append(rank)
+    for rank in range(target.mesh.device_num):
+        wanted, process = target.slices(shape, rank), target.mesh.ranks[rank]
+        for held, ranks in holders.items():
+            block = tuple(
+                slice(max(s.start, start), min(s.stop, stop)) for s, (start, stop) in zip(wanted, held, strict=True)
+            )
+            if all(s.start < s.stop for s in block):
+                own = next((each for each in ranks if source.mesh.ranks[each] == process), None)
+                yield Transfer(ranks[rank % len(ranks)] if own is None else own, rank, block)
+
+
+def within(block: Block, part: Block) -> Block:
+    """Where a `block` of the whole lies in the `part` of a rank."""
+    return tuple(slice(b.start - p.start, b.stop - p.start) for b, p in zip(block, part, strict=True))
