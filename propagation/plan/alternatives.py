@@ -18,10 +18,10 @@ from typing import Protocol
 import numpy as np
 from torch import fx
 
+from ...strategy.basics.units import human, lasting
 from ...strategy.errors import StrategyError, UnknownOperatorWarning
 from ...strategy.notation import counted
 from ...strategy.placement import Kind, Placement, converts
-from ...strategy.units import human, lasting
 from ..cost.conversion import ConversionTable
 from ..graph.nodes import operands, source_of
 from ..graph.port import Port

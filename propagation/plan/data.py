@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ...strategy.basics.units import human, lasting
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import placement_from_code
-from ...strategy.units import human, lasting
 from ..graph.port import Role
 from ..problem.problem import AMONG
 from ..program.collective import Collective

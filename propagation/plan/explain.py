@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...strategy.basics.suggest import did_you_mean
+from ...strategy.basics.units import human, lasting
 from ...strategy.errors import StrategyError, shown
 from ...strategy.notation import counted
-from ...strategy.suggest import did_you_mean
-from ...strategy.units import human, lasting
 from ..program.collective import Collective
 from .alternatives import Alternatives
 from .data import OperatorPlan, PlanData, TensorPlan
