@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ...strategy.cut import SliceWindow
+from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout
 from ...strategy.layout import layout as layout_of
 from ...strategy.placement import REPLICATE, Kind, Placement, Shard, kind
@@ -44,7 +45,7 @@ from ..memory.keeping import Fate, Keeping
 from ..ops.collectives import constrain, convert
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
-from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
+from ..rules.rule import Emitter, Hop, Localize, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
 from .local_program import Conversion, LocalProgram, PlacedPort
 
@@ -141,7 +142,7 @@ class _Lowering:
         parts = [
             self._converted(source_of(o), layout, consumer, node) for o, layout in zip(inputs, wanted, strict=True)
         ]
-        emit = self._emitter(node, vertex.rule, option) if vertex and vertex.rule and option else None
+        emit = self._emitter(node, vertex.rule, option, consumer) if vertex and vertex.rule and option else None
         if emit:
             parts = [self._prepared(i, part, emit, wanted[i], consumer) for i, part in enumerate(parts)]
         taken = iter(parts)
@@ -157,7 +158,7 @@ class _Lowering:
                 self._produce(v, part, rest, consumer)
             return
         if emit and emit.rule.local:
-            result: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
+            result: Any = self._local_form(emit, emit.rule.local, tuple(args), dict(kwargs))
         else:
             result = self._called(node, args, kwargs)
         several = isinstance(node.meta["val"], tuple | list)
@@ -214,14 +215,35 @@ class _Lowering:
             line=source_line(at) or source_line(call),
         )
 
-    def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
+    def _local_form(self, emit: Emitter, local: Localize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The local form of a call. Raises VerifyError where it does not send what its rule says, which was priced."""
+        before = len(self.conversions)
+        result = local(emit, args, kwargs)
+        said = sum(len(emit.hops(exchange.factor)) for exchange in emit.rule.exchanges)
+        if (sent := len(self.conversions) - before) != said:
+            raise VerifyError(
+                f"the local form of {operator_name(emit.node)} {emit.node.name} writes {sent} conversions, and the "
+                f"exchanges of its rule, by which it was priced, have {said}; write each hop once, with Emitter.sent"
+            )
+        return result
+
+    def _emitter(self, node: fx.Node, rule: Rule, option: Option, consumer: str) -> Emitter:
         """What the local form of a call is written with."""
         sources, produced = [source_of(o) for o in operands(node)], values_of(node)
         shapes = LocalShapes(
             tuple(lo.local_shape(_shape(v)) for v, lo in zip(sources, option.operands, strict=True)),
             tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, option.results, strict=True)),
         )
-        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option))
+
+        def send(x: fx.Node, hop: Hop, axes: tuple[str, ...]) -> fx.Node:
+            v, shape = (*sources, *produced)[hop.tensor], (*shapes.operands, *shapes.results)[hop.tensor]
+            held = math.prod(shape) * tensor_of(v).element_size()
+            step = ConversionStep(axes, hop.source, hop.target, (*option.operands, *option.results)[hop.tensor])
+            whole_bytes = hop.whole_bytes(held, self.settings.mesh.size(*axes))
+            producer = self.base[v][1] if v in self.base else consumer
+            return self._convert(x, v, step, whole_bytes, producer, consumer, node, node.name)
+
+        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option), send)
 
     def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
         """Operand `i` of a call as its local form takes it: without what would be wrong in the padding of
