@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from ..graph.port import Port, Role
 from ..manual.flows import gradients_inside
 from ..manual.manual import TracedManual
 from ..manual.writing import ManualConversion, written
-from ..memory.keeping import Fate, Keeping
+from ..memory.keeping import Keeping
 from ..ops.collectives import constrain, convert
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
@@ -82,7 +83,7 @@ class _Lowering:
             if problem.vertices[edge.consumer].kind is VertexKind.HUB
         }
         self.joint = self._joint_windows()
-        self.again, self.repeated = _again(problem, choice, keeping)
+        self.notes, self.repeated = _fates(problem, choice, keeping)
         self.cost += keeping.cost if keeping else 0.0
         self.constant_parts: dict[fx.Node, fx.Node] = {}  # what was written for a part of a constant: of which
         self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside manual functions
@@ -108,8 +109,8 @@ class _Lowering:
                     mark(new, region_of(node))
                     inherit(new, node)
                     note_operator(new, node.name)
-                    if node in self.again and new.target is not convert:
-                        compute_again(new, node not in self.problem.constants)
+                    if new.target is not convert and (note := self.notes.get(node)):
+                        note(new)
         outputs, results = [], []
         for port in self.problem.graph.outputs:
             chosen = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
@@ -430,24 +431,25 @@ class _Lowering:
         return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
 
 
-def _again(
+def _fates(
     problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None
-) -> tuple[frozenset[fx.Node], frozenset[tuple[Value, Layout]]]:
-    """The operators that the backward computes again, and the tensors that it converts again to a layout."""
+) -> tuple[Mapping[fx.Node, Callable[[fx.Node], None]], frozenset[tuple[Value, Layout]]]:
+    """What the fates of operators note on their nodes, and the tensors that the backward converts again to a layout."""
     if keeping is None:
-        return frozenset(), frozenset()
-    operators = frozenset(
-        vertex.node
+        return {}, frozenset()
+    notes = {
+        vertex.node: fate.note
         for vertex, fate in zip(problem.vertices, keeping.fates, strict=True)
-        if vertex.kind is VertexKind.OPERATOR and fate is Fate.AGAIN
-    ).union(problem.constants)
+        if vertex.kind is VertexKind.OPERATOR and fate.note
+    }
+    notes |= dict.fromkeys(problem.constants, partial(compute_again, again=False))
     repeated, kept = set[tuple[Value, Layout]](), set[tuple[Value, Layout]]()
     for edge, again, keeps in zip(problem.edges, keeping.again, keeping.kept, strict=True):
         source = problem.vertices[edge.producer].options[choice[edge.producer]].results[edge.result]
         target = problem.vertices[edge.consumer].options[choice[edge.consumer]].operands[edge.operand]
         if source != target and (again or keeps):
             (repeated if again else kept).add((edge.value, target))
-    return operators, frozenset(repeated - kept)
+    return notes, frozenset(repeated - kept)
 
 
 def describe_option(vertex: Vertex, option: Option) -> str:
