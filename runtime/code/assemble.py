@@ -14,8 +14,8 @@ from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
 from ...propagation.program.local_program import Conversion
 from ...strategy.placement import Kind, kind, placement_from_code
-from .instructions import AS_TRACED, Code, InputsAs, Instruction, Relayout
-from .memory import is_identity, is_private, may_share, overwriting, owner_of, runs_once
+from .instructions import AS_TRACED, CallOperator, Code, ConvertLayout, InputsAs, Instruction, Relayout, TellPosition
+from .memory import is_awaited, is_identity, is_private, may_share, overwriting, owner_of, runs_once
 from .strides import follows, is_loose
 
 
@@ -42,23 +42,25 @@ def assemble_code(
         if node.op not in ("get_attr", "call_function") or node in same:
             continue
         slots[node] = len(slots)
-        used = operands_of(node)
-        operands = tuple(slots[o] for o in used)
-        if node.target is not convert_group:
-            operands = tuple(dict.fromkeys(operands))
-        text = ""
+        operands = tuple(slots[o] for o in operands_of(node))
+        if (relayout := relayout_of(node, phase)) is not None:
+            instructions.append(ConvertLayout(slots[node], operands, node.name, relayout))
+            continue
+        if node.target is position:
+            instructions.append(TellPosition(slots[node], node.name, _axes(node)))
+            continue
         if node.op == "get_attr":
             text = constants.name(getattr(module, str(node.target)))
-        elif node.target not in (convert, convert_group, position):
+        else:
             text = _written(node.target, node.args, node.kwargs, slots, constants)
         in_place, private = "", False
         if overwrite := overwriting(node, written):
             in_place = _written(overwrite.target, overwrite.args, overwrite.kwargs, slots, constants)
             private = overwrite.private
         instructions.append(
-            Instruction(
-                slots[node], operands, text, in_place, private, relayout_of(node, phase),
-                runs_once(node), node.name, _along(node), follows(node),
+            CallOperator(
+                slots[node], tuple(dict.fromkeys(operands)), node.name, text, in_place, private,
+                once=runs_once(node), follows=follows(node), awaited=is_awaited(node),
             )
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
@@ -153,6 +155,6 @@ def _may_be_view(node: fx.Node) -> bool:
     return kind_of(str(node.args[1]), str(node.args[2])) is Kind.SLICE
 
 
-def _along(node: fx.Node) -> tuple[str, ...]:
+def _axes(node: fx.Node) -> tuple[str, ...]:
     arguments: tuple[Any, ...] = node.args
-    return tuple(arguments[0]) if node.target is position else ()
+    return tuple(arguments[0])
