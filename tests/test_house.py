@@ -126,7 +126,7 @@ fusion/test_fuse.py                              fusion: members program
 fusion/test_schedule.py                          fusion: updates
 runtime/code/test_sections.py                    runtime/code: straight_line
 models/test_inductor.py                          runtime/code: inductor
-runtime/executors/test_execute.py                runtime/code: instructions memory
+runtime/executors/test_execute.py                runtime/code: memory
 kits/ps/test_clusters.py                         kits/ps: jobs live saving workers
 kits/ps/test_clusters.py                         kits/ps/service: client cluster
 runtime/launching/test_security.py               runtime/launching: interfaces

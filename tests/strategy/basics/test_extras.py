@@ -6,7 +6,7 @@ from sources import sources
 
 from partway.strategy.basics.extras import install_extra
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_command_names_the_extra_and_the_place() -> None:
