@@ -50,7 +50,6 @@ class Route:
 class Courier(Protocol):
     """Carries values from stage to stage. What is sent on a route for a microbatch is received once, in any order of
     the microbatches."""
-        ...
 
     def send(self, route: Route, microbatch: int, value: Any) -> None:
         """Send a value; it may not be written to until it is received."""
