@@ -133,15 +133,15 @@ docs: $(STAMP)
 docs-serve: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Pyright comes from npm, where that is installed.
-PYRIGHT ?= 1.1.414
+# Pyright comes from npm, where that is installed and reached.
+PYRIGHT ?= npx --yes pyright@1.1.414
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p partway
 	$(BIN)/mypy tests/types/uses.py
 	PYTHONPATH=. $(BIN)/lint-imports
-	@if command -v npx >/dev/null; then npx --yes pyright@$(PYRIGHT) --pythonpath $(BIN)/python; else echo 'pyright is skipped: there is no npx'; fi
+	@if $(PYRIGHT) --version; then $(PYRIGHT) --pythonpath $(BIN)/python; else echo 'pyright is skipped: npx does not find it'; fi
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
