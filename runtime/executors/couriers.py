@@ -53,15 +53,19 @@ class Courier(Protocol):
 
     def send(self, route: Route, microbatch: int, value: Any) -> None:
         """Send a value; it may not be written to until it is received."""
+        ...
 
     def ready(self, route: Route, microbatch: int) -> bool:
         """Whether `receive` would find the value, or wait for it. False: in this process it has not been sent."""
+        ...
 
     def receive(self, route: Route, microbatch: int, device: torch.device) -> Any:
         """The value, laid out as the target says."""
+        ...
 
     def finish(self) -> None:
         """Wait until all that was sent has left: what is let go before does not arrive."""
+        ...
 
 
 class InProcess:
