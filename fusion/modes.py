@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..strategy.choice import Choice
+from ..strategy.basics.choice import Choice
 from ..strategy.errors import ContextError
 from .by_index import INDEX
 from .by_overlap import OVERLAP

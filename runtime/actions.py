@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..strategy.choice import Choice
+from ..strategy.basics.choice import Choice
 from ..strategy.errors import RuntimeStateError
 from .executors.couriers import Courier, Route
 from .step import CompiledStep

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..strategy.basics.suggest import there_are
 from ..strategy.errors import RuntimeStateError, StrategyError, shown
 from ..strategy.mesh import Mesh
 from ..strategy.place import WORLD_GROUPS, Members, Place
-from ..strategy.suggest import there_are
 from ..strategy.torch_mesh import check_ranks, new_group, own_group
 from .launching.process import launched
 from .ranks.agreement import Fact, agreement

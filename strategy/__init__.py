@@ -7,10 +7,9 @@ In goes a strategy in any of three notations, with a mesh and a shape. Out comes
     cut                       how ranks cut one dim: slices that may be short, windows that reach into other slices
     notation                  reads the three notations, and writes them; meshes that strategies can be written on
     validate                  what is wrong with what users wrote
-    errors, suggest           the tree of exceptions, `Problem`, and the names that a person may have meant
-    units, extras             sizes and times as people read them, and how to install an extra
-    files, afterwards, choice files that are whole or not there, blocks that clean up, enums that are strings
-    under_way                 what this thread captures and plans, and who hears of that
+    errors                    the tree of exceptions, and `Problem`
+    transfer                  a tensor on the way from one mesh to another
+    basics/                   what all stages need, and nothing of sharding
     torch_mesh                our mesh as torch's DeviceMesh, and process groups
 
 Two names are not re-exported: the factory `layout.layout`, which would hide its module, and `torch_mesh`, which

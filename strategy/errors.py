@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .units import human
+from .basics.units import human
 
 
 class PartwayError(Exception):

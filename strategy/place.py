@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from .basics.suggest import did_you_mean, there_are
+from .basics.under_way import meanwhile, under_way
 from .errors import StrategyError, shown
 from .mesh import Mesh
-from .suggest import did_you_mean, there_are
-from .under_way import meanwhile, under_way
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from .basics.suggest import did_you_mean, either
 from .errors import Problem, StrategyError, raise_problems, shown
 from .layout import Layout
 from .mesh import Mesh
@@ -30,7 +31,6 @@ from .notation import (
     read_placement,
 )
 from .placement import PARTIAL, REPLICATE, Broadcast, Partial, Shard
-from .suggest import did_you_mean, either
 
 DATASET_MODES = ("semi_auto_parallel", "auto_parallel")
 DATASET_STRATEGIES = ("data_parallel", "full_batch")

@@ -29,8 +29,11 @@ COVERED = """
 propagation/plan/test_plan_files.py              propagation/plan: forms
 propagation/minsum/test_eliminate.py             propagation/minsum: found
 api/compiler/test_captures.py                    propagation/plan: stored_graph
-runtime/test_step.py                             runtime/ranks: doing; runtime/code: loaded; runtime: random_state
-models/test_accumulation.py                      runtime/executors: waiting; propagation/program: accumulate
+runtime/test_step.py                             runtime/ranks: doing
+runtime/test_step.py                             runtime/code: loaded
+runtime/test_step.py                             runtime: random_state
+models/test_accumulation.py                      runtime/executors: waiting
+models/test_accumulation.py                      propagation/program: accumulate
 runtime/test_actions.py                          runtime/executors: couriers
 api/ops/test_operators.py                        runtime: by_hand
 api/ops/test_groups.py                           runtime: groups
@@ -47,43 +50,53 @@ kits/checkpoints/test_checkpoints.py             kits/checkpoints: contents mani
 kits/integrations/test_frameworks.py             kits/integrations: accelerate lightning peft transformers
 kits/checkpoints/test_inference_layouts.py       kits/checkpoints: per_rank rank_files
 api/compiler/test_driver.py                      partway/compiler: capture_call compiled
-api/compiler/test_driver.py                      partway/requests: plan_inputs; partway/annotations: annotate
-api/compiler/test_graphs_saving.py               partway/compiler: graphs_record; propagation/graph: printer
+api/compiler/test_driver.py                      partway/requests: plan_inputs
+api/compiler/test_driver.py                      partway/annotations: annotate
+api/compiler/test_graphs_saving.py               partway/compiler: graphs_record
+api/compiler/test_graphs_saving.py               propagation/graph: printer
 kits/checking/test_programs.py                   kits/checking: checker matching measured ranks reasons records
 kits/checking/test_reports.py                    kits/checking: report
 api/engine/test_planned.py                       partway/reuse: courses replanning
-api/engine/test_threads.py                       partway/requests: attached; partway/engine: engine
+api/engine/test_threads.py                       partway/requests: attached
+api/engine/test_threads.py                       partway/engine: engine
 api/engine/test_threads.py                       partway/compiler: planning_lock
 kits/measure/test_bench.py                       kits/measure: workloads
 kits/measure/test_calibrate.py                   kits/measure: clock collectives
 kits/measure/test_operators.py                   kits/measure: probes
-models/test_second_derivatives.py                propagation/ops: constants; propagation/program: derivative
+models/test_second_derivatives.py                propagation/ops: constants
+models/test_second_derivatives.py                propagation/program: derivative
 models/test_second_derivatives.py                runtime/tensors: batched transformed
-models/test_step_overhead.py                     partway/engine: runner; kits/measure: contenders
+models/test_step_overhead.py                     partway/engine: runner
+models/test_step_overhead.py                     kits/measure: contenders
 models/test_changing_sizes.py                    partway/reuse: changing_sizes
 models/test_constraints.py                       partway/annotations: constrain
 models/test_flat_devices.py                      partway/compiler: meshes
-models/test_features.py                          partway/engine: sharded; partway: sharding
+models/test_features.py                          partway/engine: sharded
+models/test_features.py                          partway: sharding
 models/test_gloo_features.py                     partway/engine: rank_facts
-models/test_own_parts.py                         partway/annotations: given; runtime/tensors: own_parts
+models/test_own_parts.py                         partway/annotations: given
+models/test_own_parts.py                         runtime/tensors: own_parts
 models/test_gloo_dtensors.py                     partway/requests: dtensors
-models/test_materialize.py                       partway/engine: materialize; propagation/capture: initialisers
+models/test_materialize.py                       partway/engine: materialize
+models/test_materialize.py                       propagation/capture: initialisers
 models/test_contents.py                          partway/reuse: contents
 models/test_state.py                             partway/reuse: code_names effects facts libraries
 models/test_state.py                             partway/reuse: reachable snapshot state
 kits/data/test_views.py                          kits/data: random_views view window
 kits/data/test_reader.py                         kits/data: epoch extras source tiff_source zarr_source
 kits/data/test_web_decode.py                     kits/data: web web_pipeline
-strategy/test_notation.py                        strategy: choice
-test_layers.py                                   strategy: kits
+strategy/test_notation.py                        strategy/basics: choice
+test_layers.py                                   strategy/basics: kits
 strategy/test_validate.py                        strategy: errors
-models/test_interrupts.py                        strategy: afterwards
-api/engine/test_threads.py                       strategy: under_way
+models/test_interrupts.py                        strategy/basics: afterwards
+api/engine/test_threads.py                       strategy/basics: under_way
 models/test_hooks.py                             propagation/capture/hooks: backward_hooks hook_kinds hooks module_hooks
 propagation/capture/test_capture.py              propagation/capture/rewrites: cleanup overlap
 propagation/capture/test_capture.py              propagation/capture/export: failures stand_ins tracing
-propagation/capture/test_capture.py              propagation/capture/hooks: resting_hooks; propagation/graph: port
-models/test_courses.py                           propagation/capture/export: questions; propagation/graph: question
+propagation/capture/test_capture.py              propagation/capture/hooks: resting_hooks
+propagation/capture/test_capture.py              propagation/graph: port
+models/test_courses.py                           propagation/capture/export: questions
+models/test_courses.py                           propagation/graph: question
 models/test_data_dependent_sizes.py              propagation/capture/export: data_sizes
 models/test_numbers.py                           propagation/capture/rewrites: covariance
 models/test_numbers.py                           propagation/capture/export: numbers
@@ -94,7 +107,8 @@ propagation/rules/test_table.py                  propagation/ops/python: hooked
 propagation/rules/test_table.py                  propagation/rules/tensors: along fourier hooks linear_algebra pointwise
 propagation/rules/test_table.py                  propagation/rules: builder dims row
 propagation/rules/test_table.py                  propagation/rules/layers: embedding_bag pools
-runtime/executors/test_simulate.py               propagation/ops: collectives; runtime/code: assemble slices
+runtime/executors/test_simulate.py               propagation/ops: collectives
+runtime/executors/test_simulate.py               runtime/code: assemble slices
 models/test_given_plans.py                       propagation/plan: replay
 api/reuse/test_cache.py                          propagation/plan: stored
 propagation/plan/test_data.py                    propagation/plan: plan
@@ -105,19 +119,22 @@ models/test_options.py                           propagation/program: precision
 propagation/program/test_differentiate.py        propagation/program: segments step
 propagation/rules/test_expand.py                 propagation/rules: local_forms
 api/requests/test_user_rules.py                  propagation/rules: custom
-test_torch_internals.py                          propagation: torch_internals; runtime: torch_internals
+test_torch_internals.py                          propagation: torch_internals
+test_torch_internals.py                          runtime: torch_internals
 fusion/test_modes.py                             fusion: policy
 fusion/test_fuse.py                              fusion: members program
 fusion/test_schedule.py                          fusion: updates
 runtime/code/test_sections.py                    runtime/code: straight_line
 models/test_inductor.py                          runtime/code: inductor
-runtime/executors/test_execute.py                runtime/code: instructions memory
-kits/ps/test_clusters.py                         kits/ps: jobs live saving workers; kits/ps/service: client cluster
+runtime/executors/test_execute.py                runtime/code: memory
+kits/ps/test_clusters.py                         kits/ps: jobs live saving workers
+kits/ps/test_clusters.py                         kits/ps/service: client cluster
 runtime/launching/test_security.py               runtime/launching: interfaces
 api/ops/test_manual.py                           propagation/capture/manual: by_rank manual_capture permutations
 api/ops/test_manual.py                           propagation/problem: manual_option
 api/ops/test_manual.py                           propagation/manual: flows manual variance writing
-api/ops/test_manual.py                           propagation/ops: by_hand; propagation/ops/python: manual
+api/ops/test_manual.py                           propagation/ops: by_hand
+api/ops/test_manual.py                           propagation/ops/python: manual
 api/ops/test_manual.py                           strategy: place
 """
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sources import KITS, STAGES, layer_of, package_of, sources, tree_of
 from torch.distributed.tensor import DTensor
 
-from partway.strategy.kits import Door
+from partway.strategy.basics.kits import Door
 
 
 def modules(layer: str) -> dict[str, Path]:

@@ -32,7 +32,7 @@ LOADERS = (
 BETWEEN_RANKS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 # file, what it uses, how often: why it may
 ALLOWED = {
-    ("strategy/kits.py", "import_module", 1): "imports this package's own kits, by a table in the code",
+    ("strategy/basics/kits.py", "import_module", 1): "imports this package's own kits, by a table in the code",
     ("partway/__init__.py", "import_module", 3): "imports this package's own modules, by a table in the code",
     (
         "kits/integrations/lightning.py",
@@ -137,7 +137,7 @@ def test_all_modules_are_looked_at() -> None:
     assert {
         "partway/reuse/cache.py",
         "kits/data/web.py",
-        "strategy/files.py",
+        "strategy/basics/files.py",
         "propagation/plan/stored.py",
         "propagation/plan/forms.py",
         "runtime/step.py",

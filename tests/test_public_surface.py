@@ -161,7 +161,7 @@ def test_these_are_the_public_names():
         (pw.get_world_rank_from_group_rank, "(group, group_rank_id)"),
         (pw.get_group_rank_from_world_rank, "(world_rank_id, group)"),
         (pw.shutdown, "()"),
-        (pw.Mesh, "(axes)"),
+        (pw.Mesh, "(axes, ranks=None)"),
         (pw.Layout, "(mesh, placements)"),
         (pw.Shard, "(dim, cut=None)"),
         (pw.Replicate, "()"),

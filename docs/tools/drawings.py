@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import partway as pw
+from partway.strategy.basics.units import human
 from partway.strategy.placement import kind
-from partway.strategy.units import human
 
 IMAGES = Path(__file__).parents[1] / "images"
 X = pw.Mesh({"x": 4})

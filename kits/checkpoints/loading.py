@@ -46,9 +46,9 @@ from partway.runtime.launching.process import launched
 from partway.runtime.ranks.agreement import Fact, agree
 from partway.runtime.tensors.optimizers import by_element
 from partway.strategy import Problem, RuntimeStateError, raise_problems
+from partway.strategy.basics.suggest import nearest
 from partway.strategy.errors import shown
 from partway.strategy.notation import counted
-from partway.strategy.suggest import nearest
 
 _SHOWN = 8  # names that an error lists
 

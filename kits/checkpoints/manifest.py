@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from partway.checkpoints.tensor_files import SUFFIX, FilePlace
 from partway.strategy import RuntimeStateError
+from partway.strategy.basics.files import first_problem, json_of
 from partway.strategy.errors import PartwayError
-from partway.strategy.files import first_problem, json_of
 
 MANIFEST = "partway.json"
 PARTS = re.compile(r"parts-\d{5,}\.json")

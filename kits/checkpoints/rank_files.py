@@ -28,8 +28,8 @@ from partway.checkpoints.tensor_files import (
 from partway.propagation.graph.port import Role
 from partway.propagation.plan.plan import Plan
 from partway.strategy import Layout, RuntimeStateError, StrategyError
+from partway.strategy.basics.files import FOREIGN, first_problem, json_of, replacing
 from partway.strategy.errors import shown
-from partway.strategy.files import FOREIGN, first_problem, json_of, replacing
 
 _NOTE = "partway"  # its name in a file's header
 

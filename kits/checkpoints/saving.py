@@ -31,8 +31,8 @@ from partway.runtime.launching.process import before_shutdown, launched
 from partway.runtime.ranks.agreement import Fact, agree
 from partway.runtime.ranks.replicas import differing
 from partway.strategy import RuntimeStateError
+from partway.strategy.basics.files import write_whole
 from partway.strategy.errors import shown
-from partway.strategy.files import write_whole
 
 _LISTED = 8  # tensors that an error lists
 LARGEST = 5 * 10**9  # bytes of a file, as Hugging Face has it

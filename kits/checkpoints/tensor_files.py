@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from partway.strategy import RuntimeStateError
+from partway.strategy.basics.files import json_of, naming
 from partway.strategy.errors import shown
-from partway.strategy.files import json_of, naming
 
 PIECE = 2**25  # bytes
 SUFFIX = ".safetensors"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from partway.strategy.choice import Choice
+from partway.strategy.basics.choice import Choice
 from partway.strategy.errors import DataError, shown
 
 

@@ -28,9 +28,9 @@ from partway.reuse.cache import cache_folder, cache_limit, folder_named
 from partway.runtime.launching.door import secret
 from partway.runtime.launching.gpus import check_enough, may_share
 from partway.runtime.launching.launchers import simulated
+from partway.strategy.basics.extras import install_extra
+from partway.strategy.basics.suggest import did_you_mean
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
-from partway.strategy.extras import install_extra
-from partway.strategy.suggest import did_you_mean
 from partway.versions import installed_torch, warn_if_untested
 
 # docs/options.md says what each is; a test compares the two

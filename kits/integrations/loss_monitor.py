@@ -17,9 +17,9 @@ from partway.runtime.launching.process import get_group_size
 from partway.runtime.ranks.agreement import gathered
 from partway.runtime.ranks.doing import named
 from partway.strategy import LossError, RuntimeStateError
+from partway.strategy.basics.units import lasting
 from partway.strategy.errors import shown
 from partway.strategy.notation import counted
-from partway.strategy.units import lasting
 
 _SHORTEST = {torch.float64: np.float64, torch.float16: np.float16}  # others are shown as float32
 

@@ -53,9 +53,9 @@ from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.runtime.code.recorders import record_collectives, record_timeline
 from partway.runtime.launching.gpus import may_share
 from partway.sharding import compile
+from partway.strategy.basics.extras import install_extra
+from partway.strategy.basics.files import save
 from partway.strategy.errors import RuntimeStateError
-from partway.strategy.extras import install_extra
-from partway.strategy.files import save
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 

@@ -11,7 +11,7 @@ from partway.show.lanes import COLOURS, SCRIPT, STYLE, lanes_figure
 from partway.show.page.markup import safe
 from partway.show.sheet import sheet
 from partway.show.timeline import beside, totals
-from partway.strategy.units import human
+from partway.strategy.basics.units import human
 
 if TYPE_CHECKING:
     from partway.measure.bench import BenchResult, ContenderFigures

@@ -16,8 +16,8 @@ from partway.ps.service.shelf import DURABILITIES
 from partway.runtime.launching import security
 from partway.runtime.launching.certificates import Certificates, Identity, contexts_of
 from partway.strategy import ContextError, RuntimeStateError
+from partway.strategy.basics.files import json_of, reason
 from partway.strategy.errors import shown
-from partway.strategy.files import json_of, reason
 
 
 class _Config(BaseModel):

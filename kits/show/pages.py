@@ -14,8 +14,8 @@ from partway.show.page.facts import Said, said
 from partway.show.page.markup import safe
 from partway.show.page.tables import find
 from partway.show.page.time import timeline_sections
+from partway.strategy.basics.units import human, lasting
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.units import human, lasting
 
 LINES = 1000  # that differ
 

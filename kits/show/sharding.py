@@ -17,9 +17,9 @@ from partway.requests.dtensors import is_dtensor, layout_now
 from partway.show.pictures.drawing import svg_of, text_of
 from partway.show.pictures.parts import LayoutParts, parts_of
 from partway.strategy import Layout, StrategyError
+from partway.strategy.basics.files import MARKS, save
+from partway.strategy.basics.units import human
 from partway.strategy.errors import shown
-from partway.strategy.files import MARKS, save
-from partway.strategy.units import human
 
 _SIZES = re.compile(r"(\w*)\[([\d, ]*)\]")
 

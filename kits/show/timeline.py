@@ -14,10 +14,10 @@ from partway.show.lanes import SCRIPT, STYLE, Lane, lanes_figure
 from partway.show.page.markup import safe
 from partway.show.page.time import lanes_of
 from partway.show.sheet import sheet
+from partway.strategy.basics.files import save
+from partway.strategy.basics.units import lasting
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.files import save
 from partway.strategy.notation import counted
-from partway.strategy.units import lasting
 
 
 class Timeline(list[Span]):

@@ -8,8 +8,8 @@ from typing import Any
 from partway.propagation.graph.structure import optional_names, place_names
 from partway.requests.request import Strategies
 from partway.strategy import Problem
+from partway.strategy.basics.suggest import either, nearest
 from partway.strategy.notation import counted
-from partway.strategy.suggest import either, nearest
 
 
 def by_argument(fn: Any, strategies: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from partway.propagation.ops.collectives import constrain
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.request import Request, requests
 from partway.strategy import Mesh, Problem, Replicate, Shard
-from partway.strategy.suggest import did_you_mean, there_are
+from partway.strategy.basics.suggest import did_you_mean, there_are
 
 
 @dataclass(frozen=True)

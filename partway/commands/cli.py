@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from partway.strategy.basics.files import FOREIGN, is_foreign, save
 from partway.strategy.errors import PartwayError, RuntimeStateError
-from partway.strategy.files import FOREIGN, is_foreign, save
 
 # What completion offers. It is said here, since completion does not wait for an import of torch.
 PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")

@@ -16,8 +16,8 @@ from partway.compiler.graphs_record import ERROR, HEAD, INDEX, PLAN
 from partway.propagation.graph.printer import operators_in
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.report import text
+from partway.strategy.basics.files import read
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.files import read
 
 _PLAN: tuple[str, int] = ("make_plan", 0)  # a name, and how many of that name come before
 _NAMED = 6  # operators that a verdict names

@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from partway.propagation.graph.nodes import is_persons
+from partway.strategy.basics.suggest import did_you_mean
 from partway.strategy.errors import RuntimeStateError, shown
-from partway.strategy.suggest import did_you_mean
 
 T = TypeVar("T")
 

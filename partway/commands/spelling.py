@@ -20,9 +20,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from partway.strategy.basics.suggest import did_you_mean, either
 from partway.strategy.errors import StrategyError, shown
 from partway.strategy.notation import Name
-from partway.strategy.suggest import did_you_mean, either
 
 T = TypeVar("T")
 Entry = Name | int

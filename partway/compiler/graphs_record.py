@@ -29,7 +29,7 @@ from partway.propagation.program.accumulate import Accumulation
 from partway.runtime.launching.job import JOB
 from partway.runtime.launching.launchers import launch
 from partway.strategy import RuntimeStateError
-from partway.strategy.files import reason
+from partway.strategy.basics.files import reason
 from partway.strategy.notation import counted
 
 HEAD = "partway graphs 2"  # how an index begins

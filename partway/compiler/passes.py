@@ -49,7 +49,7 @@ from partway.propagation.search.solution import Solution, verify_solution
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.planning_log import stage
 from partway.strategy import Mesh, StrategyError
-from partway.strategy.afterwards import uncollected
+from partway.strategy.basics.afterwards import uncollected
 
 RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
 GROUP_SHARE = 0.01  # of a memory limit: the most that a group of collectives is by itself

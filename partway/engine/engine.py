@@ -54,9 +54,9 @@ from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched
 from partway.runtime.torch_internals import forward_level
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
+from partway.strategy.basics.under_way import meanwhile, under_way
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import manual_place
-from partway.strategy.under_way import meanwhile, under_way
 
 _log = logging.getLogger("partway")
 

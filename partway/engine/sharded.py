@@ -25,8 +25,8 @@ from partway.propagation.torch_internals import COMPILED_CALL, compiled_call_of,
 from partway.requests.attached import set_engine
 from partway.runtime.launching.process import get_rank, launched
 from partway.strategy import RuntimeStateError
-from partway.strategy.afterwards import afterwards
-from partway.strategy.kits import Door
+from partway.strategy.basics.afterwards import afterwards
+from partway.strategy.basics.kits import Door
 
 _log = logging.getLogger("partway")
 

@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from partway.fusion import Fusion, FusionMode
 from partway.fusion.by_index import problems as index_problems
-from partway.strategy.choice import Choice
+from partway.strategy.basics.choice import Choice
 from partway.strategy.validate import check_dataset_form
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from partway.options.base import FrozenOptions
 from partway.options.refusals import context_error, problems_with, unknown_option
-from partway.strategy.afterwards import afterwards
+from partway.strategy.basics.afterwards import afterwards
 from partway.strategy.errors import shown
 
 OptionsT = TypeVar("OptionsT", bound=FrozenOptions)

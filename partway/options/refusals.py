@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from partway.options.base import FrozenOptions
-from partway.strategy.choice import Choice
+from partway.strategy.basics.choice import Choice
+from partway.strategy.basics.suggest import did_you_mean
 from partway.strategy.errors import ContextError, StrategyError, shown
-from partway.strategy.suggest import did_you_mean
 
 
 def _refusal(value: object, accepts: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from partway.propagation.minsum.progress import listening
 from partway.runtime.launching.process import get_rank
 from partway.strategy import ContextError
-from partway.strategy.under_way import meanwhile, under_way
+from partway.strategy.basics.under_way import meanwhile, under_way
 
 PATIENCE = 2.0  # seconds, after which a terminal shows what is done
 WIDEST = 10.0  # a gap that is worth a word

@@ -28,8 +28,8 @@ from partway.propagation.torch_internals import (
     schema_of,
 )
 from partway.strategy import Problem, StrategyError, raise_problems
+from partway.strategy.basics.suggest import did_you_mean
 from partway.strategy.errors import shown
-from partway.strategy.suggest import did_you_mean
 
 T = TypeVar("T", bound=Callable[..., Any])
 

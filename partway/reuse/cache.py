@@ -35,8 +35,8 @@ from partway.propagation.graph.nodes import describe, module_path, source_line
 from partway.propagation.graph.port import Port
 from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.requests.planning_log import taken
+from partway.strategy.basics.files import remove_abandoned, write_whole
 from partway.strategy.errors import ContextError
-from partway.strategy.files import remove_abandoned, write_whole
 
 T = TypeVar("T")
 

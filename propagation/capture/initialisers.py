@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...strategy.afterwards import afterwards
+from ...strategy.basics.afterwards import afterwards
 from ..graph.graph import Graph, verify
 from ..graph.port import Port, Role
 from ..graph.structure import flatten

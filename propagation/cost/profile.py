@@ -23,8 +23,8 @@ import torch
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from ...strategy.basics.files import json_of, read, save
 from ...strategy.errors import Problem, StrategyError, shown
-from ...strategy.files import json_of, read, save
 from ...strategy.placement import Kind
 from ..ops.kinds import figures_of
 from .rates import NOT_NEGATIVE, OTHER, OperatorRates, ProfileFigures, Rates

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...strategy.basics.units import human
 from ...strategy.placement import Kind
-from ...strategy.units import human
 from ..ops.collectives import convert, convert_group, kind_of
 from .nodes import described, module_path, operator_name, source_line
 from .port import Port

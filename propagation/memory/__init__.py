@@ -6,6 +6,7 @@ docs/design/planning.md, "The objective".
 
 needs.py            what the backward reads of each call
 stretches.py        where the graph is cut for what is computed again
-keeping.py          options with what is kept, computed again or let go
+fates.py            what becomes of results after the forward: a row for each fate
+keeping.py          options with their fates
 backward_memory.py  what a device then holds, operator by operator; gradients.py: the gradients of values among it
 """

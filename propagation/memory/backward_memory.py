@@ -31,8 +31,9 @@ import numpy as np
 from ..cost.conversion import Floats
 from ..graph.port import Role
 from ..problem.problem import VertexKind
+from .fates import Stay
 from .gradients import gradients
-from .keeping import Fate, KeepProblem, Kept
+from .keeping import KeepProblem, Kept
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class _Timeline:
     def _read_through(self) -> None:
         """What reads a view reads what that is a view of, and what reads a hub that takes no memory what that is of."""
         for i in reversed(range(len(self.vertices))):
-            hub = self.vertices[i].kind is VertexKind.HUB and self.keeping.fates[i] is not Fate.KEPT
+            hub = self.vertices[i].kind is VertexKind.HUB and not self.keeping.fates[i].keeps
             view = self.p.facts[i].view
             if hub or view or self._lies_in_what_is_kept(i):
                 for producer in self.producers[i]:
@@ -146,19 +147,19 @@ class _Timeline:
         beside = float(self.p.beside(i)[self.choice[i]])
         readers = [*self.reading[i], *([i] if facts.own else [])]
         earliest = min(readers) if readers else None
-        if fate is Fate.AGAIN:
+        if fate.beside is Stay.BACK:
             self._add("again", i, max(start, i), beside)
-            if (facts.read or self.viewed[i]) and earliest is not None:
-                self._add("again", earliest, max(start, earliest), made)
-            return
-        self._add("kept", i, last, beside)
-        if fate is Fate.KEPT and not self._lies_in_what_is_kept(i):
+        elif fate.beside is Stay.THROUGHOUT:
+            self._add("kept", i, last, beside)
+        if fate.results is Stay.BACK and (facts.read or self.viewed[i]) and earliest is not None:
+            self._add("again", earliest, max(start, earliest), made)
+        elif fate.keeps and not self._lies_in_what_is_kept(i):
             self._add("kept", i if earliest is None else earliest, last, made)
 
     def _lies_in_what_is_kept(self, i: int) -> bool:
         """Whether vertex i is a hub that gives just what its producer does, which is kept."""
         (number,) = self.entering[i] if self.vertices[i].kind is VertexKind.HUB else (None,)
-        if number is None or self.keeping.fates[self.edges[number].producer] is not Fate.KEPT:
+        if number is None or not self.keeping.fates[self.edges[number].producer].keeps:
             return False
         return self.found[number].same
 
@@ -166,7 +167,7 @@ class _Timeline:
         """Where in the backward each vertex is computed again, if it is."""
         starts = [-1] * len(self.vertices)
         for i in reversed(range(len(self.vertices))):
-            again = (starts[reader] for reader in self.readers[i] if self.keeping.fates[reader] is Fate.AGAIN)
+            again = (starts[reader] for reader in self.readers[i] if self.keeping.fates[reader].runs)
             own = [i] if self.p.facts[i].own else []
             starts[i] = max([*self.reading[i], *again, *own], default=-1)
         return starts
@@ -187,11 +188,12 @@ class _Timeline:
             if vertex.kind is not VertexKind.OPERATOR:
                 continue
             made, beside = float(vertex.options.made[option]), float(self.p.beside(i)[option])
-            stays = self.keeping.fates[i] is Fate.KEPT or i in kept_as
+            fate = self.keeping.fates[i]
+            stays = fate.keeps or i in kept_as
             until = max(self._through(i), default=i)
             for size, end in (
                 (made, last if stays else until),
-                (beside, i if self.keeping.fates[i] is Fate.AGAIN else last),
+                (beside, last if fate.beside is Stay.THROUGHOUT else i),
             ):
                 self.made_so_far[i] += size
                 self.made_so_far[end + 1] -= size
@@ -200,7 +202,7 @@ class _Timeline:
                 size, stays = self.found[number].after, self.keeping.kept[number]
                 hub = self.vertices[edge.consumer].kind is VertexKind.HUB
                 until = max(self._through(edge.consumer), default=edge.consumer) if hub else edge.consumer
-                stays = stays or (hub and self.keeping.fates[edge.consumer] is Fate.KEPT)
+                stays = stays or (hub and self.keeping.fates[edge.consumer].keeps)
                 self.made_so_far[edge.consumer] += size
                 self.made_so_far[(last if stays else until) + 1] -= size
 
@@ -209,7 +211,7 @@ class _Timeline:
         found: set[int] = set()
         for i in reversed(range(len(self.vertices))):
             hub = self.vertices[i].kind is VertexKind.HUB
-            if (hub and self.keeping.fates[i] is Fate.KEPT) or (i in found and (hub or self.p.facts[i].view)):
+            if (hub and self.keeping.fates[i].keeps) or (i in found and (hub or self.p.facts[i].view)):
                 found |= {self.edges[number].producer for number in self.entering[i] if self.found[number].same}
         return found
 

@@ -5,15 +5,10 @@ first is kept. At a price p of a byte between the forward and the backward the s
 it is computed again: at p = 0.02 it is kept, for 2; at p = 0.05 it is computed again, for 3 and not 5. A result that
 nothing reads is gone, and costs nothing.
 
-An option of a vertex is joined by a fate of its results:
-
-    KEPT    they stay until the backward has read them: bytes
-    AGAIN   the backward computes them again: the seconds of one more forward. What they are computed of must be there
-            then, kept or computed again
-    GONE    nothing in the backward reads them
-
-and a tensor that is converted for a reader in the backward is converted again (the collective runs once more), or kept
-as it was converted. All of that involves no more than the two ends of an edge, so the problem stays as thin as it is.
+An option of a vertex is joined by a fate of its results (fates.py): kept, computed again, or gone. What is computed
+again costs the seconds of one more forward, and what it is computed of must be there then. A tensor that is converted
+for a reader in the backward is converted again (the collective runs once more), or kept as it was converted. All of
+that involves no more than the two ends of an edge, so the problem stays as thin as it is.
 
 Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
 holds the parameters and what the optimizer keeps of them, what stretches up to s keep, what s computes again, and the
@@ -25,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -40,19 +34,12 @@ from ..ops.random_numbers import draw
 from ..problem.cost_tables import restricted
 from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
 from ..torch_internals import OpOverload
+from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs
 from .stretches import at_hand, stretches_of
 
 FREE = 1e-3  # what a second of something that is free to have again weighs
 CHEAP = 16.0 * FREE  # so many passes over a value may be made to have it again for free
-
-
-class Fate(IntEnum):
-    """What becomes of the results of a vertex after the forward."""
-
-    KEPT = 0
-    AGAIN = 1
-    GONE = 2
 
 
 @dataclass(frozen=True)
@@ -250,30 +237,32 @@ class KeepProblem:
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each fate with each option, fate by fate; a byte that is kept costs `kept`, one that is computed
         again `again`, one of a gradient `before`, one that is there throughout `always`."""
-        options, facts = self.problem.vertices[i].options, self.facts[i]
-        kept_bytes, again_bytes = self._bytes(i)
+        options = self.problem.vertices[i].options
         gradient, throughout = self.at_rest(i)
         own = options.unary + before * gradient + always * throughout
-        seconds = 0.0 if self._is_marked(i) else self._weight(i) * options.again
-        by_fate = {
-            Fate.KEPT: own + kept * kept_bytes,
-            Fate.AGAIN: own + seconds + again * again_bytes,
-            Fate.GONE: own + kept * self.beside(i),
-        }
-        return np.concatenate([by_fate[fate] for fate in facts.fates])
+        by_fate = zip(self._once(i, self._longer), self._once(i, self._bytes), strict=True)
+        return np.concatenate([own + longer + kept * stays + again * back for longer, (stays, back) in by_fate])
 
-    def _weight(self, i: int) -> float:
-        """What a second that vertex i is computed again weighs."""
-        return self.problem.settings.weights.compute * (FREE if self.facts[i].free else 1.0)
+    def _longer(self, i: int) -> list[Floats]:
+        """For each fate of vertex i what the backward takes longer for it, weighed, of each option."""
+        vertex, settings = self.problem.vertices[i], self.problem.settings
+        weight = 0.0 if self._is_marked(i) else settings.weights.compute
+        return [
+            weight * (FREE if self._is_free(i, fate) else 1.0) * fate.seconds(vertex.options, settings)
+            for fate in self.facts[i].fates
+        ]
 
-    def _bytes(self, i: int) -> tuple[Floats, Floats]:
-        """The bytes of each option of vertex i if it is kept, and if it is computed again."""
+    def _is_free(self, i: int, fate: Fate) -> bool:
+        return fate.runs and self.facts[i].free
+
+    def _bytes(self, i: int) -> list[tuple[Floats, Floats]]:
+        """For each fate of vertex i the bytes of each option that stay, and those that are back in its stretch."""
         vertex, facts = self.problem.vertices[i], self.facts[i]
         if vertex.kind is VertexKind.INPUT:
             nothing: Floats = np.zeros(len(vertex.options))
-            return nothing, nothing
+            return [(nothing, nothing) for _ in facts.fates]
         made, beside = vertex.options.made, self.beside(i)
-        return made + beside, beside + made * facts.read
+        return [fate.bytes_of(made, beside, facts.read) for fate in facts.fates]
 
     def beside(self, i: int) -> Floats:
         """The bytes that the forward of vertex i keeps for its own backward beside its results."""
@@ -316,8 +305,8 @@ class KeepProblem:
             rows.append(
                 np.hstack(
                     [
-                        (there if self.reads[number] or reader is Fate.AGAIN else once)
-                        - (in_one if fate is reader is Fate.KEPT else 0.0)
+                        (there if self.reads[number] or reader.runs else once)
+                        - (in_one if fate.keeps and reader.keeps else 0.0)
                         for reader in self.facts[edge.consumer].fates
                     ]
                 )
@@ -326,7 +315,7 @@ class KeepProblem:
 
     def _is_marked(self, i: int) -> bool:
         """Whether a person marked vertex i to be computed again: its options cost one forward more as it is."""
-        return self.facts[i].fates == (Fate.AGAIN,)
+        return self.facts[i].fates == (AGAIN,)
 
     def _is_hub(self, i: int) -> bool:
         return self.problem.vertices[i].kind is VertexKind.HUB
@@ -342,7 +331,7 @@ class KeepProblem:
     def _is_there(self, fate: Fate, edge: Edge) -> bool:
         """Whether the backward has the results of a producer of this fate when the consumer's turn comes."""
         near = not self._crosses(edge) or self.at_hand[edge.producer]
-        return fate is Fate.KEPT or (fate is Fate.AGAIN and near)
+        return fate.keeps or (fate.results is Stay.BACK and near)
 
     def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
         """What an edge costs whose tensor the backward reads as it is converted: if it is converted once more, and if
@@ -368,26 +357,23 @@ class KeepProblem:
         gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0
         for i, (vertex, number) in enumerate(zip(self.problem.vertices, numbers, strict=True)):
             place, option = divmod(int(number), len(vertex.options))
-            fate, s, facts = self.facts[i].fates[place], self.stretches[i], self.facts[i]
+            fate, s = self.facts[i].fates[place], self.stretches[i]
             fates.append(fate)
             choice.append(option)
-            kept_bytes, again_bytes = self._once(i, self._bytes)
+            kept_bytes, back_bytes = self._once(i, self._bytes)[place]
             gradient, throughout = self._once(i, self.at_rest)
             gradients[s] += gradient[option]
             always += throughout[option]
             cost += float(vertex.options.unary[option])
-            if fate is Fate.AGAIN:
-                agains[s] += again_bytes[option]
-                paid = facts.free or self._is_marked(i)
-                repeating += 0.0 if paid else self._weight(i) * float(vertex.options.again[option])
-            else:
-                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self._once(i, self.beside)[option]
+            keeps[s] += kept_bytes[option]
+            agains[s] += back_bytes[option]
+            repeating += 0.0 if self._is_free(i, fate) else float(self._once(i, self._longer)[place][option])
         again, kept, converting = [], [], np.zeros(len(choice))
         for number, edge in enumerate(self.problem.edges):
             found, s = self.converted(edge, choice), self.stretches[edge.consumer]
             runs_again = is_kept = False
             converting[edge.consumer] += found.before * found.moves
-            if self.reads[number] or fates[edge.consumer] is Fate.AGAIN:
+            if self.reads[number] or fates[edge.consumer].runs:
                 never_again, never_kept = self.barred[number]
                 there = self._is_there(fates[edge.producer], edge) and not (found.moves and never_again)
                 extra = prices[s] * found.after * self.reads[number] if found.moves else 0.0
@@ -399,7 +385,7 @@ class KeepProblem:
                     keeps[s] += found.after
                 elif found.moves:
                     agains[s] += found.after * self.reads[number]
-            if self._is_hub(edge.consumer) and fates[edge.producer] is fates[edge.consumer] is Fate.KEPT:
+            if self._is_hub(edge.consumer) and fates[edge.producer].keeps and fates[edge.consumer].keeps:
                 keeps[s] -= found.after * found.same
             cost += found.twice if runs_again and found.moves else found.once
             again.append(runs_again)
@@ -474,26 +460,23 @@ def _fates(
     vertex: Vertex, needs: Needs, marked: frozenset[fx.Node], recompute: Recompute, only_free: bool
 ) -> tuple[Fate, ...]:
     """The fates that a vertex may have."""
-    if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
-        return (Fate.KEPT,)
-    node = vertex.node
-    if vertex.kind is VertexKind.OPERATOR and node in marked:
-        return (Fate.AGAIN,)
-    fates = [Fate.KEPT]
-    may = vertex.kind is VertexKind.HUB or node.target is draw or isinstance(node.target, OpOverload)
-    may = may and (vertex.kind is VertexKind.HUB or node.target is draw or not draws_random_numbers(node))
-    view = vertex.kind is VertexKind.OPERATOR and is_view(node)
-    if may and (view or (recompute is not Recompute.NONE and (not only_free or _is_free(vertex)))):
-        fates.append(Fate.AGAIN)
-    if view and may:
-        fates.remove(Fate.KEPT)
-    if not needs.results:
-        fates.append(Fate.GONE)
-    return tuple(fates)
+    node, operator = vertex.node, vertex.kind is VertexKind.OPERATOR
+    able = vertex.kind is VertexKind.HUB or node.target is draw
+    able = able or (isinstance(node.target, OpOverload) and not draws_random_numbers(node))
+    return fates_of(
+        Candidate(
+            fixed=vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT),
+            marked=operator and node in marked,
+            view=operator and is_view(node),
+            able=able,
+            allowed=recompute is not Recompute.NONE and (not only_free or _is_free(vertex)),
+            read=bool(needs.results),
+        )
+    )
 
 
 def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
-    """What a choice costs, with what the backward computes and converts again."""
+    """What a choice costs, with what its fates cost and what the backward converts again."""
     total = keeping.cost + sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
     for edge, again in zip(problem.edges, keeping.again, strict=True):
         rows, columns = edge.codes(problem.vertices)
@@ -505,9 +488,9 @@ def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Ke
 
 
 def seconds_again(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
-    """The seconds that the backward computes operators again."""
+    """The seconds that the backward takes longer for what is not kept."""
     every = zip(problem.vertices, choice, keeping.fates, strict=True)
-    return sum(float(v.options.again[c]) for v, c, fate in every if fate is Fate.AGAIN)
+    return sum(float(fate.seconds(v.options, problem.settings)[c]) for v, c, fate in every)
 
 
 def moving(once: Any, twice: Any) -> Any:

@@ -18,10 +18,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Placement, Shard, kind
 
+Bytes = TypeVar("Bytes", int, NDArray[np.float64])  # of one tensor, or of it in each of several layouts
 WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
 
 
@@ -125,8 +130,8 @@ def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], it
 
 
 def payload_of_whole(
-    kind: Kind, source: Placement, target: Placement, whole_bytes: int, size: int, forward: bool
-) -> int:
+    kind: Kind, source: Placement, target: Placement, whole_bytes: Bytes, size: int, forward: bool
+) -> Bytes:
     """The payload of a collective, which is the conversion from `source` to `target` (`forward`) or its transpose, of a
     value of which one rank would hold `whole_bytes` if none of its `size` ranks had only a part."""
     match COLLECTIVES[kind].payload:

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...strategy.choice import Choice
+from ...strategy.basics.choice import Choice
 from ...strategy.cut import Cut
 from .dtypes import wide
 from .registration import define

@@ -18,12 +18,12 @@ from typing import Protocol
 import numpy as np
 from torch import fx
 
+from ...strategy.basics.units import human, lasting
 from ...strategy.errors import StrategyError, UnknownOperatorWarning
 from ...strategy.notation import counted
 from ...strategy.placement import Kind, Placement, converts
-from ...strategy.units import human, lasting
-from ..cost.conversion import ConversionTable
-from ..graph.nodes import operands, source_of
+from ..cost.conversion import ConversionTable, step_kind
+from ..graph.nodes import operands, source_of, values_of
 from ..graph.port import Port
 from ..graph.queries import beside_losses
 from ..memory.keeping import seconds_again
@@ -33,6 +33,8 @@ from ..problem.problem import SearchProblem, Vertex
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
+from ..rules.rule import Exchange
+from ..rules.windows import Halo
 from ..search.exact import dynamic_programming
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
@@ -103,30 +105,39 @@ def _unlimited(problem: SearchProblem) -> SearchProblem:
 
 def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
     """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
-    of its axes. Of an exchange: in which no operator reads such windows of it. Raises StrategyError where an operator
+    of its axes, inside of operators included. Raises StrategyError where an operator
     is left without an option."""
     inputs = {port.node: port for port in problem.graph.inputs}
     of_tensor = {edge for edge in problem.edges if tensor_name(inputs, edge.value) == c.tensor}
+    vertices = tuple(_not_sending(v, c, inputs) for v in problem.vertices)
     if c.kind is Kind.EXCHANGE:
-        return replace(problem, vertices=tuple(_without_windows(v, c, inputs) for v in problem.vertices))
+        return replace(problem, vertices=vertices)
     barred = {table: replace(table, barred=_like(c, table)) for table in {edge.table for edge in of_tensor}}
     edges = (replace(e, table=barred[e.table]) if e in of_tensor else e for e in problem.edges)
-    return replace(problem, edges=tuple(edges))
+    return replace(problem, vertices=vertices, edges=tuple(edges))
 
 
-def _without_windows(vertex: Vertex, c: Collective, inputs: Mapping[fx.Node, Port]) -> Vertex:
-    """`vertex` with the options only that make no windows of the tensor of `c` over any of its axes."""
-    if vertex.rule is None or not vertex.rule.windows:
+def _not_sending(vertex: Vertex, c: Collective, inputs: Mapping[fx.Node, Port]) -> Vertex:
+    """`vertex` with the options only whose own exchanges, or windows, do not run a collective like `c`."""
+    rule = vertex.rule
+    if rule is None or not rule.owners:
         return vertex
-    sources = [source_of(operand) for operand in operands(vertex.node)]
-    read = [halo for halo in vertex.rule.windows if tensor_name(inputs, sources[halo.operand]) == c.tensor]
+    tensors = [tensor_name(inputs, v) for v in (*map(source_of, operands(vertex.node)), *values_of(vertex.node))]
+    sizes = tuple(map(vertex.options.mesh.size, c.axes))
+    own: list[Halo | Exchange] = [
+        halo for halo in rule.windows if c.kind is Kind.EXCHANGE and tensors[halo.operand] == c.tensor
+    ]
+    for exchange in rule.exchanges:
+        hops = [hop for hop in exchange.hops(sizes) if tensors[hop.tensor] == c.tensor]
+        if any(step_kind(hop.source, hop.target, c.phase, True) is c.kind for hop in hops):
+            own.append(exchange)
     options, names = vertex.options, vertex.options.names
     along = [options.mesh.index(axis) for axis in c.axes]
     kept = np.ones(len(options), dtype=bool)
-    for halo in read:
-        kept &= ~(options.factors[:, along] == names.index(halo.factor)).any(axis=1)
+    for owner in own:
+        kept &= ~(options.factors[:, along] == names.index(owner.factor)).any(axis=1)
     if not kept.any():
-        raise StrategyError(f"{vertex.name} has no other strategy than one with windows of {c.tensor}")
+        raise StrategyError(f"{vertex.name} has no other strategy than one that exchanges {c.tensor} itself")
     return replace(vertex, options=options.take(kept))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from os import PathLike
 
-from ...strategy.files import MARKS, save
-from ...strategy.units import human, lasting
+from ...strategy.basics.files import MARKS, save
+from ...strategy.basics.units import human, lasting
 from .data import MemoryPoint
 
 WIDTH, HEIGHT = 560, 340

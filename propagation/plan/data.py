@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ...strategy.basics.units import human, lasting
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import placement_from_code
-from ...strategy.units import human, lasting
 from ..graph.port import Role
 from ..problem.problem import AMONG
 from ..program.collective import Collective
@@ -73,7 +73,7 @@ class OperatorPlan(_Frozen):
     held_bytes   of its results, what one device keeps for the backward; None in plans of an earlier version
     fate         "kept" for the backward, computed "again" there, or "gone", as nothing there reads it; empty in plans
                  of an earlier version
-    again        seconds that computing it again takes
+    again        seconds that the backward takes longer for its fate: to compute it again
     types        of each result, as float32[8, 16]; "" of what is no tensor; None in plans of an earlier version
     """
 

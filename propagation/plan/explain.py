@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...strategy.basics.suggest import did_you_mean
+from ...strategy.basics.units import human, lasting
 from ...strategy.errors import StrategyError, shown
 from ...strategy.notation import counted
-from ...strategy.suggest import did_you_mean
-from ...strategy.units import human, lasting
+from ..memory.fates import fate_named
 from ..program.collective import Collective
 from .alternatives import Alternatives
 from .data import OperatorPlan, PlanData, TensorPlan
@@ -122,9 +123,10 @@ def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Col
 
 def _fate(o: OperatorPlan) -> list[str]:
     """What becomes of the results, if the backward reads them."""
-    again = f"computed again in the backward: {lasting(o.again)}"
-    kept = f"kept for the backward: {human(o.held_bytes or 0.0)}"
-    return {"again": [again], "kept": [kept]}.get(o.fate, [])
+    fate = fate_named(o.fate)
+    if fate is None or not fate.told:
+        return []
+    return [fate.told.format(seconds=lasting(o.again), bytes=human(o.held_bytes or 0.0))]
 
 
 class _ShownAlternatives:

@@ -20,8 +20,8 @@ from ..graph.nodes import (
     value,
 )
 from ..memory.backward_memory import HeldBytes
-from ..memory.keeping import Fate
-from ..problem.problem import SearchProblem, Vertex, VertexKind
+from ..memory.fates import Fate
+from ..problem.problem import SearchProblem, Settings, Vertex, VertexKind
 from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option
 from ..search.search import SearchMode
@@ -66,7 +66,11 @@ def make_plan(
         sizes=problem.settings.mesh.sizes,
         ranks=tuple(problem.settings.mesh.ranks) if problem.settings.mesh.is_part else None,
         inputs=tensors(program.inputs, VertexKind.INPUT),
-        operators=tuple(_operator(v, c, fate, producer_of) for v, c, fate in chosen if v.kind is VertexKind.OPERATOR),
+        operators=tuple(
+            _operator(v, c, fate, problem.settings, producer_of)
+            for v, c, fate in chosen
+            if v.kind is VertexKind.OPERATOR
+        ),
         outputs=tensors(program.outputs, VertexKind.OUTPUT),
         collectives=reached.collectives,
         memory=_memory(held, problem.vertices),
@@ -91,7 +95,9 @@ def _producers(problem: SearchProblem) -> Callable[[fx.Node], Producer]:
     return producer
 
 
-def _operator(vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx.Node], Producer]) -> OperatorPlan:
+def _operator(
+    vertex: Vertex, choice: int, fate: Fate, settings: Settings, producer_of: Callable[[fx.Node], Producer]
+) -> OperatorPlan:
     option = vertex.options[choice]
     return OperatorPlan(
         name=vertex.name,
@@ -106,9 +112,9 @@ def _operator(vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx
         seconds=float(vertex.seconds[choice]),
         annotation=vertex.annotation,
         producers=tuple(map(producer_of, operands(vertex.node))),
-        held_bytes=float(vertex.options.made[choice]) if fate is Fate.KEPT else 0.0,
-        fate=fate.name.lower(),
-        again=float(vertex.options.again[choice]) if fate is Fate.AGAIN else 0.0,
+        held_bytes=float(vertex.options.made[choice]) if fate.keeps else 0.0,
+        fate=fate.name,
+        again=float(fate.seconds(vertex.options, settings)[choice]),
         types=_types(vertex.node),
     )
 

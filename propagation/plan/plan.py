@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import PrivateAttr
 
+from ...strategy.basics.files import save
+from ...strategy.basics.kits import Door
 from ...strategy.errors import StrategyError
-from ...strategy.files import save
-from ...strategy.kits import Door
 from .alternatives import Alternatives, Origin, ScheduleSpan
 from .curve import MemoryCurve
 from .data import Memory, MemoryPoint, PlanData

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from ...strategy.afterwards import uncollected
+from ...strategy.basics.afterwards import uncollected
+from ...strategy.basics.files import first_problem, json_of, read, save
 from ...strategy.errors import StrategyError, shown
-from ...strategy.files import first_problem, json_of, read, save
 from ...strategy.notation import counted
 from ...strategy.placement import Shard
 from .data import PlanData

@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ...strategy.basics.units import human, lasting
 from ...strategy.errors import StrategyError, shown
 from ...strategy.placement import Kind
-from ...strategy.units import human, lasting
 from ..program.collective import PHASES, Collective
 from .data import PlanData, TensorPlan
 

@@ -17,6 +17,7 @@ A new preference of the settings goes into `_preferred`, a new cost into `_work`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...strategy.cut import Cut
-from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement
-from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
+from ...strategy.placement import BROADCAST, REPLICATE, Partial, Placement
+from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of, step_kind
 from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds
 from ..cost.rates import OperatorRates
-from ..rules.rule import AxisOption, Rule, axis_options
+from ..ops.kinds import payload_of_whole
+from ..rules.rule import AxisOption, Exchange, Rule, axis_options, hops_of
 from .problem import Options, Settings
 
 Tables = tuple[ConversionTable | None, ...]  # of several tensors; None: it is no tensor
@@ -104,7 +105,7 @@ def operator_options(call: OperatorCall, settings: Settings) -> Options:
     rows = rows.take(_preferred(call, rule, rows, exist, settings))
     seconds, flops, held, again, made = _work(call, rule, rows, settings)
     unary = settings.weights.compute * seconds + settings.weights.memory * held / 1e9
-    unary = unary + _exchanges(call, rule, rows, settings)
+    unary = unary + _exchanges(call, rule, rows, seconds, settings)
     return Options(
         tables=(call.operands, call.results),
         operands=rows.operands,
@@ -288,29 +289,33 @@ def _has_addends(call: OperatorCall, rows: _Rows) -> Any:
     return sum(((digits == len(t.states) - 1).any(axis=1) for t, digits in placed), np.False_)
 
 
-def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, settings: Settings) -> Floats:
-    """What the exchanges cost under every row that make the windows of operands, and add up their gradients."""
+def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, settings: Settings) -> Floats:
+    """What the operator's own collectives cost under every row, forward and backward: those that make windows of its
+    operands, and those of its local form. `seconds`: how long it computes."""
     mesh, weights, cost = settings.mesh, settings.weights, np.zeros(len(rows.factors))
-    names = tuple(rule.sizes)
-    for halo in rule.windows:
-        table = call.operands[halo.operand]
-        split = rows.factors == names.index(halo.factor)
-        if table is None or not split.any():
-            continue
-        dim = rule.dim_of(halo)
-        for pattern in np.unique(split[split.any(axis=1)], axis=0):
+    names, tables = tuple(rule.sizes), (*call.operands, *call.results)
+    codes = (*rows.operands, *rows.results)
+    sizes = [table.shape if table else None for table in call.operands]
+    reached = (*call.reached, *(call.differentiated for _ in call.results))
+    for owner in rule.owners:
+        split = rows.factors == names.index(owner.factor)
+        for pattern in np.unique(split[split.any(axis=1)], axis=0) if split.any() else ():
             axes = tuple(axis for axis, splits in zip(mesh.axes, pattern, strict=True) if splits)
             counts = tuple(map(mesh.size, axes))
-            slices = Cut(table.shape[dim], counts)
-            window = halo.window(dim, slices, Cut(rule.sizes[halo.factor], counts))
-            if window.local is not None:
-                continue
             alike = (split == pattern).all(axis=1)
-            sent, returned = window.rows
-            waiting, per_byte = collective_cost(Kind.EXCHANGE, mesh, axes, settings.profile)
-            for count in [sent, returned] if call.reached[halo.operand] else [sent]:
-                moved = table.held[rows.operands[halo.operand][alike]] / slices.width * count
-                cost[alike] += weights.latency * waiting + weights.wire * per_byte * moved
+            size, moving = mesh.size(*axes), np.zeros(alike.sum())
+            for hop, phase in itertools.product(hops_of(rule, owner, counts, sizes), ("forward", "backward")):
+                table = tables[hop.tensor]
+                kind = step_kind(hop.source, hop.target, phase, reached[hop.tensor])
+                if table is None or not kind.communicates:
+                    continue
+                whole = hop.whole_bytes(table.held[codes[hop.tensor][alike]], size)
+                waiting, per_byte = collective_cost(kind, mesh, axes, settings.profile)
+                payload = payload_of_whole(kind, hop.source, hop.target, whole, size, phase == "forward")
+                cost[alike] += weights.latency * waiting + weights.wire * per_byte * payload
+                moving += per_byte * payload
+            if isinstance(owner, Exchange) and owner.beside:  # of n blocks of work the last has nothing beside it
+                cost[alike] -= weights.wire * np.minimum(moving, (1 - 1 / size) * seconds[alike])
     return cost
 
 

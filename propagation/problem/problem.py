@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from ...strategy.choice import Choice
+from ...strategy.basics.choice import Choice
+from ...strategy.basics.units import human, lasting
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.notation import counted
 from ...strategy.placement import REPLICATE
-from ...strategy.units import human, lasting
 from ..cost.conversion import Codes, ConversionTable, Floats, conversion_table
 from ..cost.cost import Weights
 from ..cost.profile import DeviceProfile

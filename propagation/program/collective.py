@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...strategy.basics.units import human, lasting
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind
-from ...strategy.units import human, lasting
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from .local_program import Conversion, LocalProgram

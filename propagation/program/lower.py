@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...strategy.cut import SliceWindow
+from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout
 from ...strategy.layout import layout as layout_of
 from ...strategy.placement import REPLICATE, Kind, Placement, Shard, kind
@@ -41,11 +43,11 @@ from ..graph.port import Port, Role
 from ..manual.flows import gradients_inside
 from ..manual.manual import TracedManual
 from ..manual.writing import ManualConversion, written
-from ..memory.keeping import Fate, Keeping
+from ..memory.keeping import Keeping
 from ..ops.collectives import constrain, convert
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
-from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
+from ..rules.rule import Emitter, Hop, Localize, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
 from .local_program import Conversion, LocalProgram, PlacedPort
 
@@ -82,7 +84,7 @@ class _Lowering:
             if problem.vertices[edge.consumer].kind is VertexKind.HUB
         }
         self.joint = self._joint_windows()
-        self.again, self.repeated = _again(problem, choice, keeping)
+        self.notes, self.repeated = _fates(problem, choice, keeping)
         self.cost += keeping.cost if keeping else 0.0
         self.constant_parts: dict[fx.Node, fx.Node] = {}  # what was written for a part of a constant: of which
         self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside manual functions
@@ -108,8 +110,8 @@ class _Lowering:
                     mark(new, region_of(node))
                     inherit(new, node)
                     note_operator(new, node.name)
-                    if node in self.again and new.target is not convert:
-                        compute_again(new, node not in self.problem.constants)
+                    if new.target is not convert and (note := self.notes.get(node)):
+                        note(new)
         outputs, results = [], []
         for port in self.problem.graph.outputs:
             chosen = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
@@ -142,7 +144,7 @@ class _Lowering:
         parts = [
             self._converted(source_of(o), layout, consumer, node) for o, layout in zip(inputs, wanted, strict=True)
         ]
-        emit = self._emitter(node, vertex.rule, option) if vertex and vertex.rule and option else None
+        emit = self._emitter(node, vertex.rule, option, consumer) if vertex and vertex.rule and option else None
         if emit:
             parts = [self._prepared(i, part, emit, wanted[i], consumer) for i, part in enumerate(parts)]
         taken = iter(parts)
@@ -158,7 +160,7 @@ class _Lowering:
                 self._produce(v, part, rest, consumer)
             return
         if emit and emit.rule.local:
-            result: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
+            result: Any = self._local_form(emit, emit.rule.local, tuple(args), dict(kwargs))
         else:
             result = self._called(node, args, kwargs)
         several = isinstance(node.meta["val"], tuple | list)
@@ -215,14 +217,35 @@ class _Lowering:
             line=source_line(at) or source_line(call),
         )
 
-    def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
+    def _local_form(self, emit: Emitter, local: Localize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The local form of a call. Raises VerifyError where it does not send what its rule says, which was priced."""
+        before = len(self.conversions)
+        result = local(emit, args, kwargs)
+        said = sum(len(emit.hops(exchange.factor)) for exchange in emit.rule.exchanges)
+        if (sent := len(self.conversions) - before) != said:
+            raise VerifyError(
+                f"the local form of {operator_name(emit.node)} {emit.node.name} writes {sent} conversions, and the "
+                f"exchanges of its rule, by which it was priced, have {said}; write each hop once, with Emitter.sent"
+            )
+        return result
+
+    def _emitter(self, node: fx.Node, rule: Rule, option: Option, consumer: str) -> Emitter:
         """What the local form of a call is written with."""
         sources, produced = [source_of(o) for o in operands(node)], values_of(node)
         shapes = LocalShapes(
             tuple(lo.local_shape(_shape(v)) for v, lo in zip(sources, option.operands, strict=True)),
             tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, option.results, strict=True)),
         )
-        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option))
+
+        def send(x: fx.Node, hop: Hop, axes: tuple[str, ...]) -> fx.Node:
+            v, shape = (*sources, *produced)[hop.tensor], (*shapes.operands, *shapes.results)[hop.tensor]
+            held = math.prod(shape) * tensor_of(v).element_size()
+            step = ConversionStep(axes, hop.source, hop.target, (*option.operands, *option.results)[hop.tensor])
+            whole_bytes = hop.whole_bytes(held, self.settings.mesh.size(*axes))
+            producer = self.base[v][1] if v in self.base else consumer
+            return self._convert(x, v, step, whole_bytes, producer, consumer, node, node.name)
+
+        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option), send)
 
     def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
         """Operand `i` of a call as its local form takes it: without what would be wrong in the padding of
@@ -409,24 +432,25 @@ class _Lowering:
         return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
 
 
-def _again(
+def _fates(
     problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None
-) -> tuple[frozenset[fx.Node], frozenset[tuple[Value, Layout]]]:
-    """The operators that the backward computes again, and the tensors that it converts again to a layout."""
+) -> tuple[Mapping[fx.Node, Callable[[fx.Node], None]], frozenset[tuple[Value, Layout]]]:
+    """What the fates of operators note on their nodes, and the tensors that the backward converts again to a layout."""
     if keeping is None:
-        return frozenset(), frozenset()
-    operators = frozenset(
-        vertex.node
+        return {}, frozenset()
+    notes = {
+        vertex.node: fate.note
         for vertex, fate in zip(problem.vertices, keeping.fates, strict=True)
-        if vertex.kind is VertexKind.OPERATOR and fate is Fate.AGAIN
-    ).union(problem.constants)
+        if vertex.kind is VertexKind.OPERATOR and fate.note
+    }
+    notes |= dict.fromkeys(problem.constants, partial(compute_again, again=False))
     repeated, kept = set[tuple[Value, Layout]](), set[tuple[Value, Layout]]()
     for edge, again, keeps in zip(problem.edges, keeping.again, keeping.kept, strict=True):
         source = problem.vertices[edge.producer].options[choice[edge.producer]].results[edge.result]
         target = problem.vertices[edge.consumer].options[choice[edge.consumer]].operands[edge.operand]
         if source != target and (again or keeps):
             (repeated if again else kept).add((edge.value, target))
-    return operators, frozenset(repeated - kept)
+    return notes, frozenset(repeated - kept)
 
 
 def describe_option(vertex: Vertex, option: Option) -> str:

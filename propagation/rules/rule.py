@@ -8,13 +8,16 @@ A rule names the *factors* of an operator: index letters that its operands and r
 
 Most rules are written as text (`row.py`), the others by functions of the call (`dims.py` has what these share). Where
 a rank runs another call than the global one, the rule's `local` writes it with an `Emitter`.
+
+An operator may also own an `Exchange`: a split under which a tensor is placed otherwise than above, and its local form
+sends ranks what they lack. Windows (`windows.py`) are exchanged before the local form, as several readers share them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +28,7 @@ from ...strategy.cut import Cut, SliceWindow
 from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
 from ..graph.nodes import operands, value
 from ..ops import indexing
+from ..ops.kinds import Bytes
 from .windows import Halo
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
@@ -41,6 +45,41 @@ class LocalShapes:
 
 
 @dataclass(frozen=True, slots=True)
+class Hop:
+    """A conversion inside of an operator. What it moves is as large as a rank's part of tensor number `tensor`, counted
+    over the operands, then the results."""
+
+    tensor: int
+    source: Placement
+    target: Placement
+
+    def whole_bytes(self, held: Bytes, size: int) -> Bytes:
+        """What one rank would hold if none of `size` ranks, which hold `held` bytes each, had only a part."""
+        if isinstance(self.target, SliceWindow):
+            return held // self.target.cut.width * self.target.cut.size
+        return held * size if isinstance(self.source, Shard) else held
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One more way to split a factor, under which the local form sends the ranks what they lack: a ring of keys and
+    values, a product that gathers while it multiplies.
+
+    factor   the name of this way; in the rule's sizes it stands beside the factor itself (`owning`)
+    of       the factor that it splits
+    placed   of some tensors, numbered as in `Hop`, where they are instead of where a split of `of` has them
+    hops     from the sizes of the axes, major first, to what the local form sends, one after another
+    beside   it is sent while the operator computes, and costs only the time beyond that
+    """
+
+    factor: str
+    of: str
+    placed: Mapping[int, Placement]
+    hops: Callable[[tuple[int, ...]], tuple[Hop, ...]]
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """The factors of one call of an operator.
 
@@ -54,6 +93,7 @@ class Rule:
     flops               floating-point operations of the whole forward call; > 0 marks a contraction
     local               writes the local form where it is another call than the global one
     windows             factors whose slices of the result need more of an operand than the same slice of it
+    exchanges           further ways to split factors, in which `local` communicates
     even                factors that must be split evenly
     fill                what operands have in the padding of uneven shards (None: any numbers), for an operator whose
                         value or derivative might not be finite there
@@ -71,6 +111,7 @@ class Rule:
     flops: float = 0.0
     local: Localize | None = None
     windows: tuple[Halo, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     even: frozenset[str] = frozenset()
     fill: float | None = None
     masks: bool = False
@@ -78,9 +119,14 @@ class Rule:
 
     @property
     def uneven(self) -> frozenset[str]:
-        """The factors that may be split unevenly: those that make up a dim alone."""
+        """The factors that may be split unevenly: those that make up a dim alone, and are not exchanged."""
         merged = {f for dims in (*self.operands, *self.results) for parts in dims if len(parts) > 1 for f in parts}
-        return frozenset(self.sizes) - merged - self.even
+        return frozenset(self.sizes) - merged - self.even - {exchange.factor for exchange in self.exchanges}
+
+    @property
+    def owners(self) -> tuple[Halo | Exchange, ...]:
+        """What communicates on the operator's own account."""
+        return (*self.windows, *self.exchanges)
 
     def dim_of(self, halo: Halo) -> int:
         """The dim of its operand that `halo` is along."""
@@ -90,6 +136,28 @@ class Rule:
         """For each result whether its leading dim is that of an operand marked in `batched`."""
         leading = [dims[0][:1] for dims, marked in zip(self.operands, batched, strict=True) if dims and marked]
         return tuple(bool(dims and dims[0]) and dims[0][:1] in leading for dims in self.results)
+
+
+def owning(rule: Rule, *exchanges: Exchange) -> Rule:
+    """`rule` with `exchanges`, as far as it has the factors that they split."""
+    own = tuple(exchange for exchange in exchanges if exchange.of in rule.sizes)
+    sizes = {**rule.sizes, **{exchange.factor: rule.sizes[exchange.of] for exchange in own}}
+    return replace(rule, sizes=sizes, exchanges=(*rule.exchanges, *own))
+
+
+def hops_of(
+    rule: Rule, owner: Halo | Exchange, counts: tuple[int, ...], sizes: Sequence[tuple[int, ...] | None]
+) -> tuple[Hop, ...]:
+    """What `owner` sends where axes of the sizes `counts` split its factor. `sizes`: of each operand, None where it is
+    no tensor."""
+    if isinstance(owner, Exchange):
+        return owner.hops(counts)
+    size = sizes[owner.operand]
+    if size is None:
+        return ()
+    dim = rule.dim_of(owner)
+    window = owner.window(dim, Cut(size[dim], counts), Cut(rule.sizes[owner.factor], counts))
+    return (Hop(owner.operand, Shard(dim), window),) if window.local is None else ()
 
 
 Split = Mapping[str, Mapping[str, int]]  # for each factor that is split the axes that split it, with their sizes
@@ -116,6 +184,7 @@ class Emitter:
     whole    the global shapes of its operands
     graph    what is written to
     split    for each factor that is split the axes that split it, major first, with their sizes
+    send     writes a conversion, with the axes it goes along
     """
 
     node: fx.Node
@@ -124,6 +193,7 @@ class Emitter:
     whole: tuple[tuple[int, ...], ...]
     graph: fx.Graph
     split: Split
+    send: Callable[[fx.Node, Hop, tuple[str, ...]], fx.Node] | None = None
 
     @cached_property
     def windows(self) -> Mapping[tuple[int, str], SliceWindow]:
@@ -146,6 +216,16 @@ class Emitter:
     def bounds(self, factor: str) -> list[int]:
         """Where along `factor` the parts of the ranks begin, and where the last of them ends."""
         return [0, *(stop for _, stop in self.cut(factor).spans)]
+
+    def hops(self, factor: str) -> tuple[Hop, ...]:
+        """What the exchange `factor` has to send; nothing where it is not split."""
+        exchange = next(exchange for exchange in self.rule.exchanges if exchange.factor == factor)
+        return exchange.hops(tuple(self.split[factor].values())) if factor in self.split else ()
+
+    def sent(self, factor: str, number: int, x: fx.Node) -> fx.Node:
+        """What hop `number` of the exchange `factor` makes of `x`. The local form writes each hop once."""
+        assert self.send is not None, f"{self.node.target} exchanges {factor} where nothing is split"
+        return self.send(x, self.hops(factor)[number], tuple(self.split[factor]))
 
     def padding_masks(self, i: int, part: fx.Node) -> list[fx.Node]:
         """For each dim along which operand `i` is split unevenly a mask, which broadcasts to its local `part`, of the
@@ -210,6 +290,9 @@ def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
 
 def _split(rule: Rule, factor: str) -> AxisOption | None:
     """Split `factor`, or None where it is not the major part of a dim or a result cannot do without it."""
+    exchange = next((exchange for exchange in rule.exchanges if exchange.factor == factor), None)
+    if exchange:
+        return _exchanging(exchange, _split(rule, exchange.of))
     placed: list[Placement] = []
     for i, dims in enumerate(rule.operands):
         dim = _dim_of(dims, factor, rule.sizes)
@@ -226,6 +309,15 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
             return None
         results.append(Partial(rule.reduce_by) if dim is None else Shard(dim))
     return AxisOption(factor, tuple(placed), tuple(results))
+
+
+def _exchanging(exchange: Exchange, plain: AxisOption | None) -> AxisOption | None:
+    """The option `plain`, which splits the factor, with the exchange."""
+    if plain is None:
+        return None
+    placed = [exchange.placed.get(i, p) for i, p in enumerate((*plain.operands, *plain.results))]
+    count = len(plain.operands)
+    return AxisOption(exchange.factor, tuple(placed[:count]), tuple(placed[count:]))
 
 
 def _dim_of(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:

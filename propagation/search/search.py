@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...strategy.choice import Choice
+from ...strategy.basics.choice import Choice
 from ...strategy.errors import StrategyError, VerifyError
 from ..problem.problem import SearchProblem
 from .exact import dynamic_programming

@@ -19,8 +19,8 @@ import networkx
 import numpy as np
 from torch import fx
 
+from ...strategy.basics.units import human
 from ...strategy.errors import DoesNotFitError, StrategyError
-from ...strategy.units import human
 from ..cost.conversion import Codes, Floats
 from ..memory.backward_memory import HeldBytes, timeline
 from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem

@@ -14,8 +14,8 @@ from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
 from ...propagation.program.local_program import Conversion
 from ...strategy.placement import Kind, kind, placement_from_code
-from .instructions import AS_TRACED, Code, InputsAs, Instruction, Relayout
-from .memory import is_identity, is_private, may_share, overwriting, owner_of, runs_once
+from .instructions import AS_TRACED, CallOperator, Code, ConvertLayout, InputsAs, Instruction, Relayout, TellPosition
+from .memory import is_awaited, is_identity, is_private, may_share, overwriting, owner_of, runs_once
 from .strides import follows, is_loose
 
 
@@ -42,31 +42,32 @@ def assemble_code(
         if node.op not in ("get_attr", "call_function") or node in same:
             continue
         slots[node] = len(slots)
-        used = operands_of(node)
-        operands = tuple(slots[o] for o in used)
-        if node.target is not convert_group:
-            operands = tuple(dict.fromkeys(operands))
-        text = ""
+        operands = tuple(slots[o] for o in operands_of(node))
+        if (relayout := relayout_of(node, phase)) is not None:
+            instructions.append(ConvertLayout(slots[node], operands, node.name, relayout))
+            continue
+        if node.target is position:
+            instructions.append(TellPosition(slots[node], node.name, _axes(node)))
+            continue
         if node.op == "get_attr":
             text = constants.name(getattr(module, str(node.target)))
-        elif node.target not in (convert, convert_group, position):
+        else:
             text = _written(node.target, node.args, node.kwargs, slots, constants)
         in_place, private = "", False
         if overwrite := overwriting(node, written):
             in_place = _written(overwrite.target, overwrite.args, overwrite.kwargs, slots, constants)
             private = overwrite.private
         instructions.append(
-            Instruction(
-                out=slots[node],
-                operands=operands,
-                text=text,
-                in_place=in_place,
-                private=private,
-                relayout=relayout_of(node, phase),
+            CallOperator(
+                slots[node],
+                tuple(dict.fromkeys(operands)),
+                node.name,
+                text,
+                in_place,
+                private,
                 once=runs_once(node),
-                name=node.name,
-                along=_along(node),
                 follows=follows(node),
+                awaited=is_awaited(node),
             )
         )
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
@@ -171,6 +172,6 @@ def _may_be_view(node: fx.Node) -> bool:
     return kind_of(str(node.args[1]), str(node.args[2])) is Kind.SLICE
 
 
-def _along(node: fx.Node) -> tuple[str, ...]:
+def _axes(node: fx.Node) -> tuple[str, ...]:
     arguments: tuple[Any, ...] = node.args
-    return tuple(arguments[0]) if node.target is position else ()
+    return tuple(arguments[0])

@@ -1,11 +1,13 @@
-"""What a graph is when it runs: a list of instructions, each of which computes one slot of others.
+"""What a graph is when it runs: a list of instructions, each of which computes one slot of others: the call of an
+operator, the conversion of a layout, or the rank's position.
 
 Both executors run the same instructions, and in both a value is one rank's tensor; what differs is how data move
-between ranks, so an executor says how to write an instruction as a Python expression.
+between ranks, so an executor says how to write an instruction as a Python expression. What an instruction gives may be
+`awaited`: there later, as of a collective, or of a copy to the host, in which no other rank has a part.
 
     assemble.py    from a graph to instructions
     memory.py      which of them may write into memory that is there already
-    functions.py   from instructions to a Python function
+    straight_line.py   from instructions to a Python function
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class Relayout:
     """A conversion as an instruction: of one or several tensors, along `axes`.
 
     owned     for each tensor whether nobody else reads its memory, so that it may hold the result
-    private   and whether simulated ranks have one each, see `Instruction`
+    private   and whether simulated ranks have one each, see `CallOperator`
     loose     what it gives may lie in memory in any way
     """
 
@@ -63,33 +65,69 @@ class Relayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
-    """Compute slot `out` from the slots `operands` (of a conversion one for each tensor, of a call each once).
+class CallOperator:
+    """Compute slot `out` from the slots `operands`, each named once.
 
-    text         the call of an operator as Python, in which v3 is slot 3 and other names are constants of the Code
+    text         the call as Python, in which v3 is slot 3 and other names are constants of the Code
     in_place     the same, into the memory of an operand that nobody else reads; "" if there is none
     private      of that memory each simulated rank has its own: what is the same for several ranks they share
-    relayout     what it is instead of a call
-    along        or the axes of which it is the rank's position
     once         it draws random numbers, of which every rank must see the same, or calls a person's hook
     follows      its value has the traced strides wherever its operands have theirs
+    awaited      it only starts something, and what it gives has a `wait` for the value
     """
 
     out: int
     operands: tuple[int, ...]
-    text: str
-    in_place: str
-    private: bool
-    relayout: Relayout | None
-    once: bool
     name: str
-    along: tuple[str, ...] = ()
+    text: str
+    in_place: str = ""
+    private: bool = False
+    once: bool = False
     follows: bool = False
+    awaited: bool = False
+    communicates: ClassVar[bool] = False
+
+    def expression(self, *, in_place: bool, late: bool) -> str:
+        """The value as Python, in the memory of an operand if that may be (`in_place`); if it is awaited, what is to be
+        waited for (`late`), or the value itself."""
+        text = (in_place and self.in_place) or self.text
+        return f"{text}.wait()" if self.awaited and not late else text
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertLayout:
+    """Compute slot `out` by converting the slots `operands`, one for each tensor."""
+
+    out: int
+    operands: tuple[int, ...]
+    name: str
+    relayout: Relayout
+    once: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks send something."""
-        return self.relayout is not None and self.relayout.kind.communicates
+        """Whether ranks send something, and so meet."""
+        return self.relayout.kind.communicates
+
+    awaited = communicates
+
+
+@dataclass(frozen=True, slots=True)
+class TellPosition:
+    """Slot `out` is the rank's position along `axes`."""
+
+    out: int
+    name: str
+    axes: tuple[str, ...]
+    operands: ClassVar[tuple[int, ...]] = ()
+    once: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
+    awaited: ClassVar[bool] = False
+    communicates: ClassVar[bool] = False
+
+
+Instruction = CallOperator | ConvertLayout | TellPosition
 
 
 @dataclass(frozen=True)
@@ -110,14 +148,17 @@ class Code:
     @cached_property
     def identity(self) -> int:
         """A number that tells it from other codes, the same in every process."""
-        text = "\n".join(f"{step.out} {step.operands} {step.text} {step.name}" for step in self.instructions)
+        text = "\n".join(
+            f"{step.out} {step.operands} {step.text if isinstance(step, CallOperator) else ''} {step.name}"
+            for step in self.instructions
+        )
         return zlib.crc32(f"{self.phase}\n{text}\n{self.outputs}".encode())
 
     def describe(self, step: Instruction) -> str:
         """What `step` is, for people: "the backward's all_reduce of fc1.weight over dp (model.py:31, ...)"."""
-        c = step.relayout
-        if c is None:
+        if not isinstance(step, ConvertLayout):
             return f"{step.name} of the {self.phase}"
+        c = step.relayout
         reasons = [self.reasons[tag] for tag in c.tags if tag < len(self.reasons)]
         tensors = [reason.tensor for reason in reasons]
         named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...propagation.program.local_program import Conversion, PlacedPort
 from ...propagation.program.step import Step, inputs_with_gradients
-from ...strategy.choice import Choice
+from ...strategy.basics.choice import Choice
 from .assemble import assemble_code
 from .inductor import compile_regions, example
 from .instructions import AS_TRACED, Code, InputsAs, Mark

@@ -53,6 +53,9 @@ _OUT_OF_PLACE: dict[Any, tuple[Any, str]] = {
 }
 _COMMUTES = {_aten.add.Tensor, _aten.mul.Tensor}
 
+# Operators, beside collectives, that only start something: what they give has a `wait` for the value.
+AWAITED: frozenset[Any] = frozenset()
+
 
 def _slice_scatter_(x: Tensor, source: Tensor, *where: int, **named: int) -> Tensor:
     _aten.slice.Tensor(x, *where, **named).copy_(source)
@@ -72,7 +75,7 @@ _INTO: dict[Any, Any] = dict(zip(REPLACING, _INTO_IT, strict=True))
 
 @dataclass(frozen=True)
 class Overwrite:
-    """A call that writes into the memory of its first operand, which `owner` has made. `private`: see `Instruction`."""
+    """A call that writes into the memory of its first operand, which `owner` made. `private`: see `CallOperator`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -144,6 +147,13 @@ def owner_of(node: Any, reader: fx.Node, written: Collection[fx.Node] = ()) -> f
 def runs_once(node: fx.Node) -> bool:
     """Whether one rank computes what a call gives for all."""
     return node.op == "call_function" and (draws_random_numbers(node) or calls_hook(node))
+
+
+def is_awaited(node: fx.Node) -> bool:
+    """Whether what a call gives is there only when it was waited for."""
+    if node.target in (convert, convert_group):
+        return kind_of(str(node.args[1]), str(node.args[2])).communicates
+    return node.target in AWAITED
 
 
 def is_private(owner: fx.Node | None) -> bool:

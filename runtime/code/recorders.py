@@ -16,7 +16,7 @@ from torch import Tensor
 from ...fusion.timeline import COMMUNICATION, COMPUTE, Span
 from ...propagation.cost.cost import wire_bytes
 from ...strategy.placement import Kind
-from .instructions import Code, Instruction, Mark, Relayout
+from .instructions import Code, ConvertLayout, Instruction, Mark, Relayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,15 @@ class _SpanRecorder:
     def mark(self, phase: str, step: Instruction, value: Any, awaited: bool) -> None:
         """An instruction has run and given `value`, or (`awaited`) it has been waited for."""
         before, self._last = self._last, self._now()
-        c = step.relayout
-        if c is None or not c.kind.communicates:
-            self._add(step, phase, COMPUTE, before, self._last, {})
+        if not isinstance(step, ConvertLayout) or not step.communicates:
+            if not awaited:
+                self._add(step, phase, COMPUTE, before, self._last, {})
         elif awaited:
             issued, ended, about = self._issued.pop((phase, step.out))
             end = self._last
             self._measured.append((step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, about))
         else:
+            c = step.relayout
             about = {"kind": str(c.kind), "axes": ",".join(c.axes), "bytes": self.sent}
             if not hasattr(value, "works"):  # the results of simulated ranks, which wait for no one
                 self._add(step, phase, COMMUNICATION, before, self._last, about)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .instructions import Code, Instruction
+from .instructions import CallOperator, Code, ConvertLayout, Instruction
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Stretch:
     gives: tuple[int, ...]
 
     @cached_property
-    def meetings(self) -> tuple[Instruction, ...]:
+    def meetings(self) -> tuple[ConvertLayout, ...]:
         """The conversions for which ranks meet, whose results are there when the last rank has run."""
-        return tuple(step for step in self.steps if step.communicates)
+        return tuple(step for step in self.steps if isinstance(step, ConvertLayout) and step.communicates)
 
     @cached_property
     def common(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Stretch:
 
 def is_common(step: Instruction) -> bool:
     """Whether all ranks have one value, computed once."""
-    return step.once or not (step.operands or step.along)
+    return isinstance(step, CallOperator) and (step.once or not step.operands)
 
 
 def stretches_of(code: Code) -> tuple[Stretch, ...]:

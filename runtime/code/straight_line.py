@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from ...strategy.placement import Kind
-from .instructions import Code, Instruction, Mark, Relayout
+from .instructions import Code, ConvertLayout, Instruction, Mark, Relayout
 from .strides import check_laid_out, laid_out, strides_of
 
 K = TypeVar("K")
@@ -37,7 +37,7 @@ class Trail:
 
     def peers(self, step: Instruction | None) -> tuple[int, ...]:
         """The ranks that take part in `step`; none where it is not a collective."""
-        return self.ranks(step.relayout) if step and step.relayout and step.communicates else ()
+        return self.ranks(step.relayout) if isinstance(step, ConvertLayout) and step.communicates else ()
 
 
 def trail_of(frame: FrameType) -> Trail | None:
@@ -47,7 +47,7 @@ def trail_of(frame: FrameType) -> Trail | None:
 
 
 class Dialect(Protocol):
-    """How an executor writes instructions. `late`: a collective gives what is to be awaited, by its `wait`."""
+    """How an executor writes instructions. `late`: one that is awaited gives what has a `wait`, not the value."""
 
     late: bool
 
@@ -99,17 +99,18 @@ def compile_steps(
                 yield f"    {bind(mark)}({bind(step)}, None, True)"
 
     for i, step in enumerate(steps):
-        relayouts = {slot: other.relayout for slot, other in pending.items() if other.relayout}
-        for slot in (*step.operands, *overdue(step.relayout, relayouts)):
+        relayouts = {slot: other.relayout for slot, other in pending.items() if isinstance(other, ConvertLayout)}
+        issued = step.relayout if isinstance(step, ConvertLayout) else None
+        for slot in (*step.operands, *overdue(issued, relayouts)):
             lines.extend(wait_for(slot))
         where[len(lines) + 1] = step
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
-        if not step.communicates:
+        if not step.communicates and not (dialect.late and step.awaited):
             lines += check(step.out, step.name, step.follows)
         if mark:
             lines.append(f"    {bind(mark)}({bind(step)}, v{step.out}, False)")
         lines += _let_go(dead[i])
-        if dialect.late and step.communicates:
+        if dialect.late and step.awaited:
             pending[step.out] = step
     for output in gives:
         lines.extend(wait_for(output) if output is not None else ())

@@ -22,7 +22,7 @@ from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.torch_mesh import own_group, own_rank, to_device_mesh
-from ..code.instructions import Code, Instruction, Mark, Relayout
+from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
 from ..code.local_conversions import LOCAL
 from ..code.slices import Placed, full_part, part_of, short_part
 from ..code.straight_line import Bind, Run, compile_code
@@ -156,12 +156,13 @@ class Worker:
 
     def express(self, step: Instruction, bind: Bind) -> str:
         """`step` for this rank, with conversions as functions of their operands."""
-        c = step.relayout
-        if c is not None:
-            return f"{bind(self._converter(c))}({', '.join(f'v{slot}' for slot in step.operands)})"
-        if step.along:
-            return bind(torch.tensor(self.mesh.position(self.rank, *step.along)))
-        return step.in_place or step.text
+        match step:
+            case CallOperator():
+                return step.expression(in_place=True, late=True)
+            case ConvertLayout():
+                return f"{bind(self._converter(step.relayout))}({', '.join(f'v{slot}' for slot in step.operands)})"
+            case TellPosition():
+                return bind(torch.tensor(self.mesh.position(self.rank, *step.axes)))
 
     def ranks(self, c: Relayout) -> tuple[int, ...]:
         """The ranks of the job that a conversion is among."""

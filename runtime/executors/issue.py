@@ -38,7 +38,7 @@ _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
 
 class Pending:
-    """Collectives that were issued: what waits for them, and what makes the tensors of their results."""
+    """What was issued and is awaited: works that end by themselves, and what then makes the tensors of the results."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], list[Tensor]], single: bool) -> None:
         self.works, self._finish, self._single = works, finish, single

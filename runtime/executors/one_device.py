@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...propagation.program.local_program import PlacedPort
 from ...strategy.mesh import Mesh
-from ..code.instructions import Code, Instruction, Mark, Relayout
+from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
 from ..code.local_conversions import LOCAL
 from ..code.recorders import note
 from ..code.slices import Placed
@@ -69,11 +69,13 @@ class OneDevice:
 
     def express(self, step: Instruction, bind: Bind) -> str:
         """`step` with conversions as functions of their operands."""
-        if step.relayout is not None:
-            return f"{bind(_converter(step.relayout))}({', '.join(f'v{slot}' for slot in step.operands)})"
-        if step.along:
-            return bind(torch.tensor(self.mesh.position(0, *step.along)))
-        return step.in_place or step.text
+        match step:
+            case CallOperator():
+                return step.expression(in_place=True, late=False)
+            case ConvertLayout():
+                return f"{bind(_converter(step.relayout))}({', '.join(f'v{slot}' for slot in step.operands)})"
+            case TellPosition():
+                return bind(torch.tensor(self.mesh.position(0, *step.axes)))
 
 
 def _converter(c: Relayout) -> Callable[..., Any]:

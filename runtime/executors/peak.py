@@ -2,7 +2,7 @@
 
 A tensor's memory is there from the operator that makes it to the last one, forward or backward, that reads it or a view
 of it. What overwrites its operand (memory.py) takes none. A collective holds what it sends and what it receives from
-where it is issued until it is waited for (functions.py, issue.py). What the step returns, results and gradients, is
+where it is issued until it is waited for (straight_line.py, issue.py). What the step returns, results and gradients, is
 there until the end; so are its inputs, which are not counted. What operators need for themselves while they run is not
 in the text, nor is what a backend has of its own.
 """
@@ -26,7 +26,7 @@ from ...propagation.program.step import Step, returned_by
 from ...strategy.placement import Kind, Shard, placement_from_code
 from ..code.assemble import members_late, operands_of, relayout_of
 from ..code.instructions import Relayout
-from ..code.memory import overwriting
+from ..code.memory import is_awaited, overwriting
 from ..code.straight_line import overdue
 from ..code.written import written_in_place
 from .issue import may_become_its_sum
@@ -154,9 +154,10 @@ class _Held:
                 continue
             self.calls.append((phase, node))
             now = 2 * at[node] + 1
+            relayout = relayout_of(node, phase) if node in waits else None
             for operand in node.all_input_nodes:
-                self._read(operand, now)
-            if node in waits and (relayout := relayout_of(node, phase)) is not None:
+                self._read(operand, 2 * waits[node] if node in waits and relayout is None else now)
+            if relayout is not None:
                 self._issued(node, now, 2 * waits[node], relayout)
             elif node.target is not operator.getitem or node not in self.memory:
                 self._made(node, now)
@@ -214,18 +215,20 @@ class _Held:
 
 
 def _waits(nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
-    """The call before which each collective is waited for: that which reads it first, or, as functions.py has it, one
-    that would have too many under way. `at`: the number of each call; `end`: that of the end."""
+    """The call before which each one that is awaited is waited for: that which reads it first, or, as straight_line.py
+    has it, one that would have too many under way. `at`: the number of each call; `end`: that of the end."""
     found: dict[fx.Node, int] = {}
-    pending: dict[fx.Node, Relayout] = {}
+    pending: dict[fx.Node, Relayout | None] = {}
     for node in nodes:
         if node not in at:
             continue
-        issued = relayout_of(node, "") if node.target in (convert, convert_group) else None
-        for other in (*node.all_input_nodes, *overdue(issued, pending)):
-            if pending.pop(other, None) is not None:
+        issued = relayout_of(node, "")
+        relayouts = {other: c for other, c in pending.items() if c is not None} if issued else {}
+        for other in (*node.all_input_nodes, *overdue(issued, relayouts)):
+            if other in pending:
+                del pending[other]
                 found[other] = at[node]
-        if issued is not None and issued.kind.communicates:
+        if is_awaited(node):
             pending[node] = issued
     return found | dict.fromkeys(pending, end)
 

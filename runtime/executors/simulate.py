@@ -22,7 +22,7 @@ from ...propagation.program.local_program import PlacedPort
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import PARTIAL_MAX, Partial, Shard
-from ..code.instructions import Code, Instruction, Mark, Relayout
+from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
 from ..code.local_conversions import LOCAL
 from ..code.recorders import resume
 from ..code.sections import Stretch, is_common, stretches_of
@@ -88,14 +88,16 @@ class Simulator:
 
     def express(self, step: Instruction, bind: Bind) -> str:
         """`step` for the rank called `rank`; for a conversion for which ranks meet it hands in its parts."""
-        c = step.relayout
-        if c is not None:
-            operands = ", ".join(f"v{slot}" for slot in step.operands)
-            return f"{f'meetings[{step.out}]' if step.communicates else bind(self._local(c))}(rank, {operands})"
-        if step.along:
-            ranks = range(self.mesh.device_num)
-            return f"{bind([torch.tensor(self.mesh.position(rank, *step.along)) for rank in ranks])}[rank]"
-        return step.in_place if step.private else step.text
+        match step:
+            case CallOperator():
+                return step.expression(in_place=step.private, late=False)
+            case ConvertLayout():
+                operands = ", ".join(f"v{slot}" for slot in step.operands)
+                meets = step.communicates
+                return f"{f'meetings[{step.out}]' if meets else bind(self._local(step.relayout))}(rank, {operands})"
+            case TellPosition():
+                ranks = range(self.mesh.device_num)
+                return f"{bind([torch.tensor(self.mesh.position(rank, *step.axes)) for rank in ranks])}[rank]"
 
     def _load(self, code: Code, stretch: Stretch, mark: Mark | None) -> _Loaded:
         """`stretch` as two functions, of the first rank and of any other one, to which the first gives what it
@@ -154,8 +156,7 @@ class Simulator:
             return lambda rank, *parts: [local(c, part, positions[rank]) for part in parts]
         return lambda rank, part: local(c, part, positions[rank])
 
-    def _meeting(self, step: Instruction) -> Meeting:
-        assert step.relayout is not None
+    def _meeting(self, step: ConvertLayout) -> Meeting:
         axes = step.relayout.axes
         if axes not in self._groups:
             self._groups[axes] = self.mesh.groups(*axes)

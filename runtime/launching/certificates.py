@@ -17,9 +17,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...strategy.basics.extras import install_extra
+from ...strategy.basics.files import reason
 from ...strategy.errors import RuntimeStateError
-from ...strategy.extras import install_extra
-from ...strategy.files import reason
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...strategy.basics.files import FOREIGN, is_foreign
 from ...strategy.errors import RuntimeStateError
-from ...strategy.files import FOREIGN, is_foreign
 from .interfaces import place_of
 
 SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it

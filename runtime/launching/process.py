@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...strategy.basics.kits import Door
 from ...strategy.errors import RuntimeStateError, shown
-from ...strategy.kits import Door
 from ...strategy.torch_mesh import has_nccl
 from ..ranks.doing import first_line
 from ..torch_internals import timeout_of

@@ -125,7 +125,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a message does not say what may have been meant",
-        "strategy/suggest.py",
+        "strategy/basics/suggest.py",
         "if matches else otherwise", "if False else otherwise",
         "strategy/test_suggest.py::test_close_names_are_suggested",
     ),

@@ -884,7 +884,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
-            "strategy/files.py",
+            "strategy/basics/files.py",
             (
                 "what another process writes now is left to it",
                 "not fresh and bool(_lock(number))", "not fresh",

@@ -33,7 +33,7 @@ from partway.propagation.cost.profile import DeviceProfile, profile_of, read_pro
 from partway.propagation.plan.data import PlanData
 from partway.propagation.plan.stored import dump, load
 from partway.reuse.cache import Files
-from partway.strategy.files import json_of
+from partway.strategy.basics.files import json_of
 
 DRAWS = st.randoms(use_true_random=False)
 JUNK = (

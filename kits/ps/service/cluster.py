@@ -31,8 +31,8 @@ from partway.ps.service.server import Server
 from partway.ps.service.shelf import Full
 from partway.ps.service.update import OptimizerMaker
 from partway.runtime.launching.launchers import is_local
+from partway.strategy.basics.extras import install_extra
 from partway.strategy.errors import RuntimeStateError
-from partway.strategy.extras import install_extra
 
 SPACE, COORDINATOR = "partway-ps", "coordinator"
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}

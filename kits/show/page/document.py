@@ -18,7 +18,7 @@ from partway.show.lanes import SCRIPT as LANES
 from partway.show.page import tables
 from partway.show.page.facts import CODES, KINDS, Said, facts
 from partway.show.page.markup import head, safe
-from partway.strategy.units import human, lasting
+from partway.strategy.basics.units import human, lasting
 
 PART = 2000  # operators, or collectives, that a browser reads at once
 

@@ -14,8 +14,8 @@ from partway.propagation.program.collective import PHASES, Collective
 from partway.show.page.facts import Said, like, pattern
 from partway.show.page.markup import safe
 from partway.show.page.outline import Group, outline
+from partway.strategy.basics.units import human, lasting
 from partway.strategy.notation import counted
-from partway.strategy.units import human, lasting
 
 ROWS = 30  # of a table; what follows is summed up
 STACK = ("#8fbdf0", "#f6b566", "#7fd3c6", "#c3a8ee", "#f2a9c4", "#c9d67f", "#d4d9e1", "#e59a86", "#9fb4c9")

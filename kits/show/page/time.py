@@ -9,8 +9,8 @@ from typing import Any
 from partway.propagation.plan.alternatives import ScheduleSpan
 from partway.show.lanes import STYLE, Lane, LaneSpan, lanes_figure
 from partway.show.page.document import Section
+from partway.strategy.basics.units import human
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.units import human
 
 MOST = 600  # spans of a lane; of more those that are short are drawn together with their neighbours
 

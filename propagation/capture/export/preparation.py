@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from ....strategy.afterwards import afterwards
+from ....strategy.basics.afterwards import afterwards
 from ....strategy.errors import CaptureError
 from ...torch_internals import CONVERT, buffers_in, check_input_dim, distributions_validate, parameters_in
 from ..rewrites.autograd_functions import recorded

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....strategy.afterwards import afterwards
+from ....strategy.basics.afterwards import afterwards
 from ....strategy.errors import CaptureError
 from ...graph.structure import name_of
 from .questions import Answering

@@ -18,9 +18,9 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
+from ....strategy.basics.under_way import meanwhile, under_way
 from ....strategy.errors import CaptureError, PartwayError
 from ....strategy.notation import counted
-from ....strategy.under_way import meanwhile, under_way
 from ...graph.port import Role
 from ...graph.question import Leaf
 from ...graph.structure import Call, Structure, flatten, name_of, state_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ....strategy.afterwards import afterwards
+from ....strategy.basics.afterwards import afterwards
 from ....strategy.errors import CaptureError, PartwayError, RuntimeStateError
 from ...graph.structure import flatten, name_of
 from ...torch_internals import global_hooks, has_old_backward_hooks, hook_flags, hooks_in, tree_flatten, version_of

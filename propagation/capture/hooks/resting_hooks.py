@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from ....strategy.afterwards import afterwards
-from ....strategy.under_way import meanwhile, under_way
+from ....strategy.basics.afterwards import afterwards
+from ....strategy.basics.under_way import meanwhile, under_way
 from ...torch_internals import global_hooks
 from .hook_kinds import KINDS, computes_parameters
 

@@ -25,8 +25,8 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.graph.graph import Graph
 from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.reuse import cache
-from partway.strategy import files
-from partway.strategy.files import write_whole
+from partway.strategy.basics import files
+from partway.strategy.basics.files import write_whole
 
 X = torch.arange(16.0, dtype=torch.float64).reshape(4, 4)
 

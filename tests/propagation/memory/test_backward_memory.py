@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from partway.propagation.memory.backward_memory import timeline
-from partway.propagation.memory.keeping import Fate, keep_problem
+from partway.propagation.memory.fates import AGAIN, KEPT
+from partway.propagation.memory.keeping import keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.problem.problem import Recompute
 from partway.propagation.search.exact import dynamic_programming
@@ -71,7 +72,7 @@ def test_the_peak_of_a_layer_is_what_its_largest_values_are(lab, recompute):
     problem, kept, found = of_whole(lab, fn, (64, 8), (8, 8), recompute=recompute)
     assert found.total.max() >= found.total[0]
     assert found.forward.max() <= found.total.max() + 2 * 64 * 8 * 4
-    assert Fate.KEPT in kept.keeping.fates
+    assert KEPT in kept.keeping.fates
     assert len(found.total) == len(problem.vertices)
 
 
@@ -105,7 +106,7 @@ def test_a_hub_lies_in_the_memory_of_what_it_is_of(lab):
         return (y.sin() + y.cos()).sum()
 
     problem, kept, found = of_whole(lab, fn, (4, 8))
-    assert kept.keeping.fates[at(problem, "tanh")] is Fate.KEPT
+    assert kept.keeping.fates[at(problem, "tanh")] is KEPT
     assert float(found.kept[at(problem, "hub of tanh")]) == SIZE
 
 
@@ -120,7 +121,7 @@ def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab)
     choice = dynamic_programming(problem).choice
     own = keep_problem(problem, needs, only_free=False).at(choice)
     again = {at(problem, name) for name in ("linear", "hub of linear", "view", "view_1")}
-    numbers = [facts.fates.index(Fate.AGAIN) if i in again else 0 for i, facts in enumerate(own.facts)]
+    numbers = [facts.fates.index(AGAIN) if i in again else 0 for i, facts in enumerate(own.facts)]
     kept = own.read_off(numbers, np.zeros(len(numbers)))
     linear = at(problem, "linear")
     found = timeline(own, kept.choice, kept)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from partway.propagation.graph.nodes import draws_random_numbers
-from partway.propagation.memory.keeping import Fate, Keeping, cost_with_fates, keep_problem, moving, seconds_again
+from partway.propagation.memory.fates import AGAIN, GONE, KEPT
+from partway.propagation.memory.keeping import Keeping, cost_with_fates, keep_problem, moving, seconds_again
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.problem.problem import Recompute
@@ -30,20 +31,20 @@ def layer(x, w):
 
 def test_an_operator_whose_backward_reads_its_result_cannot_let_it_go(lab):
     found = fates_of(*with_fates(lab, layer, (8, 4), (4, 4)))
-    assert found["tanh"] == {Fate.KEPT, Fate.AGAIN}
-    assert found["linear"] == {Fate.KEPT, Fate.AGAIN, Fate.GONE}
-    assert found["t"] == {Fate.AGAIN, Fate.GONE}  # a view is not kept by itself
+    assert found["tanh"] == {KEPT, AGAIN}
+    assert found["linear"] == {KEPT, AGAIN, GONE}
+    assert found["t"] == {AGAIN, GONE}  # a view is not kept by itself
 
 
 def test_only_what_is_free_may_be_had_again_unless_it_must(lab):
     found = fates_of(*with_fates(lab, layer, (8, 4), (4, 4), only_free=True))
-    assert found["linear"] == {Fate.KEPT, Fate.GONE}
-    assert found["tanh"] == {Fate.KEPT, Fate.AGAIN}
+    assert found["linear"] == {KEPT, GONE}
+    assert found["tanh"] == {KEPT, AGAIN}
 
 
 def test_recompute_none_leaves_views_only(lab):
     found = fates_of(*with_fates(lab, layer, (8, 4), (4, 4), recompute=Recompute.NONE))
-    assert {name for name, fates in found.items() if Fate.AGAIN in fates} == {"t"}
+    assert {name for name, fates in found.items() if AGAIN in fates} == {"t"}
 
 
 def test_random_numbers_are_never_drawn_again(lab):
@@ -51,7 +52,7 @@ def test_random_numbers_are_never_drawn_again(lab):
     found = fates_of(problem, fates)
     drawing = [found[v.name] for v in problem.vertices if v.kind == "operator" and draws_random_numbers(v.node)]
     assert drawing
-    assert all(Fate.AGAIN not in fates for fates in drawing)
+    assert all(AGAIN not in fates for fates in drawing)
 
 
 def test_what_a_person_marked_stays_as_marked(lab):
@@ -59,7 +60,7 @@ def test_what_a_person_marked_stays_as_marked(lab):
         return checkpoint(lambda x: torch.tanh(F.linear(x, w)).sin(), x, use_reentrant=False).sum()
 
     found = fates_of(*with_fates(lab, fn, (8, 4), (4, 4)))
-    assert found["linear"] == found["tanh"] == {Fate.AGAIN}
+    assert found["linear"] == found["tanh"] == {AGAIN}
 
 
 @pytest.mark.parametrize("price", [0.0, 1e-9, 1e-6])
@@ -84,20 +85,20 @@ def test_some_options_may_be_left(lab):
     problem, fates = with_fates(lab, layer, (64, 8), (8, 8))
     choice = dynamic_programming(problem).choice
     some = fates.among([np.array(sorted({0, c})) for c in choice])
-    numbers = some.numbers(choice, (Fate.KEPT,) * len(choice))
+    numbers = some.numbers(choice, (KEPT,) * len(choice))
     at = np.zeros(len(choice))
     assert some.original(some.read_off(numbers, at).choice) == choice
     assert fates.original(choice) == choice
-    assert some.read_off(numbers, at).cost == fates.read_off(fates.numbers(choice, (Fate.KEPT,) * len(choice)), at).cost
+    assert some.read_off(numbers, at).cost == fates.read_off(fates.numbers(choice, (KEPT,) * len(choice)), at).cost
 
 
 def test_seconds_again_are_those_of_what_is_computed_again(lab):
     problem, _ = with_fates(lab, layer, (64, 8), (8, 8))
     choice = dynamic_programming(problem).choice
     edges = (False,) * len(problem.edges)
-    nothing = Keeping((Fate.KEPT,) * len(choice), edges, edges, 0.0)
+    nothing = Keeping((KEPT,) * len(choice), edges, edges, 0.0)
     assert seconds_again(problem, choice, nothing) == 0.0
-    again = Keeping((Fate.AGAIN,) * len(choice), edges, edges, 0.0)
+    again = Keeping((AGAIN,) * len(choice), edges, edges, 0.0)
     every = sum(float(v.options.again[c]) for v, c in zip(problem.vertices, choice, strict=True))
     assert seconds_again(problem, choice, again) == pytest.approx(every) != 0.0
 

@@ -329,11 +329,7 @@ def test_a_split_batch_costs_one_allreduce_forward_and_one_backward(lab, sizes, 
     step = differentiate(lower(problem, choice), differentiated(problem.graph))
 
     def kinds(module, phase):
-        return [
-            c.relayout.kind
-            for c in assemble_code(module, phase).instructions
-            if c.relayout is not None and c.relayout.kind.communicates
-        ]
+        return [c.relayout.kind for c in assemble_code(module, phase).instructions if c.communicates]
 
     assert kinds(step.forward, "forward") == [Kind.ALL_REDUCE] * (2 if dtype is torch.float64 else 1)
     assert kinds(step.backward, "backward") == [Kind.ALL_REDUCE] * 3

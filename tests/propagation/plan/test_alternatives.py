@@ -29,7 +29,7 @@ from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.search import SearchMode
 from partway.strategy import Layout, Shard, StrategyError
-from partway.strategy.units import human
+from partway.strategy.basics.units import human
 
 MESH = {"dp": 2, "tp": 4}
 LIMIT = 0.95  # of what the cheapest plan holds

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from partway.propagation.cost.conversion import conversion_table
-from partway.propagation.cost.cost import WEIGHTS, Level
+from partway.propagation.cost.cost import WEIGHTS, Level, Weights, collective_seconds
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.problem.operator_options import OperatorCall, cheapest, operator_options
 from partway.propagation.problem.problem import Settings
-from partway.propagation.rules.rule import Rule
-from partway.strategy import BROADCAST, REPLICATE, Mesh
+from partway.propagation.rules.rule import Exchange, Hop, Rule, owning
+from partway.strategy import BROADCAST, REPLICATE, Mesh, Shard
+from partway.strategy.placement import Kind
 
 MESH = Mesh({"dp": 2, "tp": 4})
 PLAIN = Settings(MESH, profile_of("cpu"), WEIGHTS[Level.SPEED], fully_use_devices=False)
@@ -101,3 +102,30 @@ def test_of_options_that_cost_the_same_the_first_are_kept():
     assert [*cheapest(same, 3)] == [*same][:3]
     assert cheapest(options, None) is cheapest(options, len(options)) is options
     assert cheapest(options, 1).unary[0] == options.unary.min()
+
+
+def owned(beside, settings):
+    """The options of a product that may gather the rows of its first operand itself, where its columns are split, and
+    what each costs."""
+    plain = matmul(64, 32, 64)
+    gathers = Exchange("columns", "n", {0: Shard(0)}, lambda counts: (Hop(0, Shard(0), BROADCAST),), beside=beside)
+    options = operator_options(dataclasses.replace(plain, rule=owning(plain.rule, gathers)), settings)
+    return options, dict(zip((option.factors for option in options), options.unary.tolist(), strict=True))
+
+
+def test_an_option_has_the_price_of_what_the_operator_sends_itself():
+    sending = dataclasses.replace(PLAIN, weights=Weights(wire=1.0, latency=1.0, compute=0.0, memory=0.0))
+    options, costs = owned(False, sending)
+    option = next(option for option in options if option.factors == ("k", "columns"))
+    assert [str(layout.placements[1]) for layout in (*option.operands, *option.results)] == ["S0", "S1", "S1"]
+    ways, payload = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER), 64 * 32 * 4 / 2  # of the half that k leaves
+    sent = sum(collective_seconds(way, payload, MESH, ("tp",), PLAIN.profile) for way in ways)
+    assert costs["k", "columns"] == pytest.approx(sent)
+    assert costs["k", "n"] == 0.0
+
+
+def test_what_is_sent_beside_the_work_costs_what_it_takes_longer():
+    (options, beside), (_, alone) = owned(True, PLAIN), owned(False, PLAIN)
+    place = next(i for i, option in enumerate(options) if option.factors == ("k", "columns"))
+    hidden = alone["k", "columns"] - beside["k", "columns"]
+    assert hidden == pytest.approx(3 / 4 * options.seconds[place])

@@ -1,14 +1,20 @@
 """Where a program exchanges halos: as rarely as it can, and never twice for one tensor."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import carried, counted
 from torch import nn
 
 import partway as pw
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.rules.row import parse_row
+from partway.propagation.rules.rule import Exchange, Hop, owning
+from partway.propagation.rules.table import ROWS
+from partway.strategy import BROADCAST, Shard, VerifyError
 
 
 def profile_in(folder, bandwidth, latency):
@@ -138,3 +144,65 @@ def test_an_exchange_is_explained_by_what_a_plan_without_it_costs(bytes_alone):
     (said,) = [part for part in text.split("forward ") if part.startswith("exchange over w (4 ranks) of conv2d")]
     assert "because aten.conv2d.default conv2d (w:s1) meets aten.conv2d.default conv2d_1 (w:s1)" in said
     assert "the cheapest plan without it takes 28 ms more and sends 28 kB more a step" in said
+
+
+# -- exchanges that an operator owns
+
+mm = torch.ops.aten.mm.default
+
+
+def gathering(written):
+    """The rule of a product that may gather its first operand itself, where its columns are split; `written`: the hops
+    that its local form writes."""
+    plain = ROWS[mm]
+
+    def local(emit, args, kwargs):
+        x, w = args
+        for number in range(written if emit.hops("columns") else 0):
+            x = emit.sent("columns", number, args[0])
+        return emit.call(mm, x, w)
+
+    def rule(node):
+        gathers = Exchange("columns", "n", {0: Shard(0)}, lambda counts: (Hop(0, Shard(0), BROADCAST),), beside=True)
+        return replace(owning(parse_row(plain, node), gathers), local=local)
+
+    return rule
+
+
+def product(x, w):
+    return (torch.mm(torch.tanh(x), w) ** 2).sum()
+
+
+SPLIT = {"mesh": {"t": 4}, "in_strategy": (("t", None), (None, "t"))}
+
+
+def operands(dtype=torch.float64):
+    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in ((32, 24), (24, 256))]
+
+
+def test_an_operator_may_send_what_its_ranks_lack(monkeypatch):
+    monkeypatch.setitem(ROWS, mm, gathering(1))
+    given = operands()
+    expected = torch.autograd.grad(product(*given), given)
+    sharded = pw.shard(product, **SPLIT)
+    with pw.record_collectives() as ran:
+        loss = sharded(*given)
+        found = torch.autograd.grad(loss, given)
+    torch.testing.assert_close(loss, product(*given), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    plan = sharded.plan
+    assert next(o.strategy for o in plan.operators if o.name == "mm") == "(t:columns)"
+    own = [(c.phase, str(c.kind), c.payload_bytes) for c in plan.collectives if c.where == "mm"]
+    assert own == [("forward", "all_gather", 32 * 24 * 8), ("backward", "reduce_scatter", 32 * 24 * 8)]
+    assert counted(ran) == counted(sharded.program.collectives)
+    assert carried(sharded.program.collectives) == carried(plan.collectives)
+    told = str(plan.explain("mm"))  # without it: before the tanh, and no longer beside the product
+    assert told.count("with forward all_gather(t) of x, backward reduce_scatter(t) of x") == 2
+
+
+def test_a_local_form_that_sends_less_than_was_priced_is_refused(monkeypatch):
+    monkeypatch.setitem(ROWS, mm, gathering(0))
+    with pytest.raises(
+        VerifyError, match=r"of aten\.mm\.default mm writes 0 conversions, and the exchanges of its rule"
+    ):
+        pw.compile(product, operands(), **SPLIT)

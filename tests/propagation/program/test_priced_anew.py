@@ -42,7 +42,7 @@ from partway.propagation.graph.nodes import (
     values_of,
 )
 from partway.propagation.graph.port import Role
-from partway.propagation.memory.keeping import Fate
+from partway.propagation.memory.fates import AGAIN
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.minsum.network import Costs
 from partway.propagation.problem.cost_tables import costs_of
@@ -222,7 +222,7 @@ def test_a_plan_within_a_limit_claims_what_it_computes_and_sends_again_too(name:
     again = [
         limited.settings.weights.compute * roofline(limited, v, v.options[c])
         for v, c, fate in zip(limited.vertices, solution.choice, solution.keeping.fates, strict=True)
-        if fate is Fate.AGAIN and v.kind is VertexKind.OPERATOR and not costs_nothing(v.node)
+        if fate is AGAIN and v.kind is VertexKind.OPERATOR and not costs_nothing(v.node)
     ]
     once_more = [replace(c, again=True) for c in program.conversions if c.repeated]
     whole = replace(program, conversions=(*program.conversions, *once_more))

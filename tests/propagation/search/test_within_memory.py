@@ -17,7 +17,8 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.memory.backward_memory import timeline
-from partway.propagation.memory.keeping import Fate, keep_problem
+from partway.propagation.memory.fates import AGAIN, KEPT
+from partway.propagation.memory.keeping import keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.problem.formulate import formulate
@@ -238,7 +239,7 @@ def test_an_impossible_limit_says_what_would_do_and_what_is_heaviest():
 def test_recompute_none_computes_nothing_again_but_views():
     problem = limited_to(layers(), None, recompute=Recompute.NONE)
     found = with_fates(problem, dynamic_programming(problem))
-    assert Fate.AGAIN not in found.keeping.fates
+    assert AGAIN not in found.keeping.fates
 
 
 def test_recompute_all_keeps_the_least():
@@ -247,7 +248,7 @@ def test_recompute_all_keeps_the_least():
     auto = with_fates(problem, free)
     everything = with_fates(limited_to(problem, None, recompute=Recompute.ALL), free)
     assert everything.held.kept.max() < auto.held.kept.max()
-    assert everything.keeping.fates.count(Fate.AGAIN) > auto.keeping.fates.count(Fate.AGAIN)
+    assert everything.keeping.fates.count(AGAIN) > auto.keeping.fates.count(AGAIN)
 
 
 def test_what_is_free_is_had_again_and_costs_nothing():
@@ -261,7 +262,7 @@ def test_what_is_free_is_had_again_and_costs_nothing():
     assert found.cost == free.cost
     fates = {v.name: fate for v, fate in zip(problem.vertices, found.keeping.fates, strict=True)}
     # the backward reads both; one is computed of the other
-    assert {fates["tanh"], fates["exp"]} == {Fate.KEPT, Fate.AGAIN}
+    assert {fates["tanh"], fates["exp"]} == {KEPT, AGAIN}
 
 
 def test_a_point_is_what_its_timeline_says():
@@ -297,6 +298,6 @@ def test_of_blocks_that_are_alike_some_are_kept():
     found = within_memory(limited_to(problem, 0.7 * held), free)
     assert 0.6 * held < peak_of(found) <= 0.7 * held
     gelus = [f for v, f in zip(problem.vertices, found.keeping.fates, strict=True) if v.name.startswith("linear")]
-    assert Fate.KEPT in gelus
-    assert Fate.AGAIN in gelus
+    assert KEPT in gelus
+    assert AGAIN in gelus
     assert found.cost <= 1.05 * found.bound

@@ -13,6 +13,7 @@ from torch import fx
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator, record_collectives
 from partway.runtime.code.assemble import assemble_code
+from partway.runtime.code.instructions import CallOperator
 from partway.runtime.code.sections import levels, stretches_of
 from partway.runtime.code.straight_line import _in_few_variables
 from partway.runtime.executors.simulate import split
@@ -128,7 +129,7 @@ def test_a_code_without_instructions_has_no_stretch():
 
 
 def writes(code):
-    return {step.name: step.private for step in code.instructions if step.in_place}
+    return {step.name: step.private for step in code.instructions if isinstance(step, CallOperator) and step.in_place}
 
 
 def test_a_rank_writes_into_what_it_has_made_and_not_into_what_ranks_share():

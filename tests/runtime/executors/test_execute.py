@@ -17,6 +17,7 @@ from partway.propagation.ops.indexing import position
 from partway.propagation.rules.windows import Halo, Strided
 from partway.runtime import Simulator, Worker, broadcast, device_mesh, join, record_collectives, split
 from partway.runtime.code.assemble import assemble_code
+from partway.runtime.code.instructions import ConvertLayout
 from partway.runtime.executors import issue
 from partway.runtime.executors.execute import process_group
 from partway.strategy import (
@@ -206,7 +207,7 @@ def check_in_place(elements):
     outputs.append(graph.call_function(torch.ops.aten.add.Tensor, (made[2], 1)))
     graph.output(tuple(outputs))
     code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "backward")
-    (conversion,) = (step.relayout for step in code.instructions if step.relayout)
+    (conversion,) = (step.relayout for step in code.instructions if isinstance(step, ConvertLayout))
     assert conversion.owned == (True, True, False, False)
     shapes = [(elements,), (3, 2), (elements,), (elements,)]
     values = [parts_of(shape, torch.float32, 2, torch.Generator().manual_seed(0)) for shape in shapes]

@@ -4,7 +4,7 @@ test_execute.py.)"""
 import torch
 
 from partway.propagation.ops.kinds import COLLECTIVES
-from partway.runtime.code.instructions import Code, Instruction, Relayout
+from partway.runtime.code.instructions import Code, ConvertLayout, Relayout
 from partway.runtime.code.straight_line import compile_steps
 from partway.runtime.executors import issue
 from partway.runtime.executors.issue import ISSUERS, Scratch
@@ -60,7 +60,7 @@ class Awaited:
 def noted_of(kind, source, target, *, grouped):
     """What becomes of four collectives of which nobody reads a result."""
     relayout = Relayout(kind, source, target, ("dp",), 2, "backward", (0,), grouped, (False,), (False,))
-    steps = [Instruction(i + 1, (0,), "", "", False, relayout, False, name) for i, name in enumerate("abcd")]
+    steps = [ConvertLayout(i + 1, (0,), name, relayout) for i, name in enumerate("abcd")]
     dialect = Noting()
     code = Code(tuple(steps), 1, (1, 2, 3, 4), (False,) * 4, {}, "backward")
     assert compile_steps(code, steps, [0], code.outputs, dialect)([None]) == [*"abcd"]

@@ -8,7 +8,7 @@ import pytest
 
 from partway.show.page import tables
 from partway.show.page.facts import Said, said
-from partway.strategy.units import human, lasting
+from partway.strategy.basics.units import human, lasting
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u202e\x00'
 

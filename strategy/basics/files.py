@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
-from .errors import StrategyError, shown
+from ..errors import StrategyError, shown
 
 fcntl: ModuleType | None
 try:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from sources import sources
 
-from partway.strategy.extras import install_extra
+from partway.strategy.basics.extras import install_extra
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_command_names_the_extra_and_the_place() -> None:
@@ -22,4 +22,4 @@ def test_every_extra_that_a_message_names_exists() -> None:
 
 def test_the_text_is_written_once() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in sources().items()}
-    assert [name for name, text in texts.items() if "pip install '.[" in text] == ["strategy/extras.py"]
+    assert [name for name, text in texts.items() if "pip install '.[" in text] == ["strategy/basics/extras.py"]

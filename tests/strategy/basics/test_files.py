@@ -13,9 +13,9 @@ import torch
 import partway as pw
 from partway.fusion import save_chrome_trace
 from partway.propagation.cost.profile import profile_of
-from partway.strategy import files
+from partway.strategy.basics import files
+from partway.strategy.basics.files import MARKS, held, is_foreign, json_of, naming, read, save, write_whole
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.files import MARKS, held, is_foreign, json_of, naming, read, save, write_whole
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_what_is_no_path_is_named_and_nothing_is_opened(
 
 
 def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setattr("partway.strategy.files._LARGEST", 3)
+    monkeypatch.setattr("partway.strategy.basics.files._LARGEST", 3)
     with pytest.raises(StrategyError, match="it has more than 3 bytes"):
         read("a plan from", path)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from partway.strategy.suggest import did_you_mean, either, nearest, there_are
+from partway.strategy.basics.suggest import did_you_mean, either, nearest, there_are
 
 NAMES = ["up.weight", "up.bias", "down.weight"]
 

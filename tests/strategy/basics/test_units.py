@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from partway.strategy.units import human, lasting
+from partway.strategy.basics.units import human, lasting
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .afterwards import afterwards
 
 if TYPE_CHECKING:
-    from .mesh import Mesh
-    from .place import Place
+    from ..mesh import Mesh
+    from ..place import Place
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""What may become of the results of an operator after the forward: one row of `FATES` for each fate.
+
+    fate    on the device until the backward    there while the backward reads it    its operator
+    kept    results, and what stands beside     -                                    runs once
+    again   -                                   both                                 runs once more
+    gone    what stands beside                  -                                    runs once
+
+What stands beside the results is what autograd keeps for the operator's own backward: statistics, masks.
+
+A fate is priced by its row (keeping.py) and held by its row (backward_memory.py). Lowering calls its `note` with each
+node that it writes for the operator, and a pass does what was noted: program/recompute.py reads `compute_again`. So one
+more fate, such as memory of the host, is a row and a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from torch import fx
+
+from ..cost.conversion import Floats
+from ..graph.origins import compute_again
+from ..problem.problem import Options, Settings
+
+
+class Stay(Enum):
+    """How long bytes stay on the device."""
+
+    THROUGHOUT = "throughout"  # from the forward until the backward has read them
+    BACK = "back"  # gone after the forward, and there again while the backward reads them
+    NOWHERE = "nowhere"  # gone after the forward
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What decides which fates a vertex may have.
+
+    fixed      it is an input or an output
+    marked     a person marked its operator to be computed again
+    view       its results lie in the memory of an operand
+    able       it gives the same if it runs again
+    allowed    the settings let it run again
+    read       its own backward reads its results
+    """
+
+    fixed: bool = False
+    marked: bool = False
+    view: bool = False
+    able: bool = False
+    allowed: bool = False
+    read: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fate:
+    """One fate.
+
+    name       what plans call it
+    may        whether a vertex may have it
+    results    how long its results stay
+    beside     and what stands beside them
+    runs       its operator runs once more in the backward, so that its operands have to be there
+    seconds    what the backward takes longer for it, of each option
+    told       what a report says of it, of the `seconds` and the `bytes` that stay; "": nothing
+    note       what is noted on each node that lowering writes for the operator; None: nothing
+    """
+
+    name: str
+    may: Callable[[Candidate], bool]
+    results: Stay
+    beside: Stay
+    runs: bool
+    seconds: Callable[[Options, Settings], Floats]
+    told: str = ""
+    note: Callable[[fx.Node], None] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the results stay until the backward has read them."""
+        return self.results is Stay.THROUGHOUT
+
+    def bytes_of(self, made: Floats, beside: Floats, read: bool) -> tuple[Floats, Floats]:
+        """What stays throughout, and what is there again while the backward reads it (`read`: it reads the results), of
+        `made` bytes of results and those `beside` them."""
+        kept = made * self.keeps + beside * (self.beside is Stay.THROUGHOUT)
+        back = beside * (self.beside is Stay.BACK) + made * (read and self.results is Stay.BACK)
+        return kept, back
+
+
+def _none(options: Options, settings: Settings) -> Floats:
+    none: Floats = np.zeros(len(options))
+    return none
+
+
+KEPT = Fate(
+    "kept", lambda c: c.fixed or not (c.marked or (c.view and c.able)), Stay.THROUGHOUT, Stay.THROUGHOUT, False, _none,
+    "kept for the backward: {bytes}",
+)  # fmt: skip
+AGAIN = Fate(
+    "again", lambda c: not c.fixed and (c.marked or (c.able and (c.view or c.allowed))), Stay.BACK, Stay.BACK, True,
+    lambda options, settings: options.again, "computed again in the backward: {seconds}",
+    lambda node: compute_again(node, True),
+)  # fmt: skip
+GONE = Fate("gone", lambda c: not (c.fixed or c.marked or c.read), Stay.NOWHERE, Stay.THROUGHOUT, False, _none)
+
+FATES = (KEPT, AGAIN, GONE)
+
+
+def fates_of(candidate: Candidate) -> tuple[Fate, ...]:
+    """The fates that a vertex may have, in the order of the table."""
+    return tuple(fate for fate in FATES if fate.may(candidate))
+
+
+def fate_named(name: str) -> Fate | None:
+    """The fate that plans call `name`; None of a plan that knows no fates, or others."""
+    return next((fate for fate in FATES if fate.name == name), None)
