@@ -16,7 +16,7 @@ from scripts import run_ranks
 from partway.runtime.launching import gpus
 from partway.runtime.launching.process import device_type
 from partway.runtime.ranks.watch import Watch
-from partway.strategy import RuntimeStateError, torch_mesh
+from partway.strategy import Mesh, RuntimeStateError, torch_mesh
 
 NCCL = (
     "NCCL_HOSTID", "NCCL_NET", "NCCL_MAX_CTAS", "NCCL_SOCKET_IFNAME", "NCCL_MULTI_RANK_GPU_ENABLE", gpus.SHARE,
@@ -169,8 +169,13 @@ def test_groups_of_nccl_are_connected_when_they_are_made_and_named(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append(how) or tuple(ranks))
-    assert torch_mesh.own_group([(0, 1), (2, 3)], None, "dp,tp") == (2, 3)
-    assert made == [{"timeout": None, "group_desc": "partway: dp,tp", "device_id": torch.device("cuda", 3)}] * 2
+    assert torch_mesh.own_group(Mesh({"dp": 2, "tp": 2}), ("tp",), None, "tp") == (2, 3)
+    how = {"timeout": None, "group_desc": "partway: tp", "device_id": torch.device("cuda", 3)}
+    assert made == [{**how, "use_local_synchronization": False}] * 2
+    made.clear()
+    part = Mesh({"tp": 2}, ranks=(2, 3))
+    assert torch_mesh.own_group(part, ("tp",), None, "tp") == (2, 3)
+    assert made == [{**how, "use_local_synchronization": True}]  # others are not asked
 
 
 def test_a_thread_that_makes_groups_has_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
