@@ -101,7 +101,7 @@ def captured_call(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Ca
 
 
 def capture_call(call: CallInputs, record: Record) -> Captured:
-    """The graph of a call. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
+    """Capture a call now. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
     fn, state, effects = call.fn, *_before_capture(call)
     with _around_capture(call, effects):
         options = _capture_options(call, state)
@@ -162,7 +162,7 @@ def _after_capture(
 
 def in_inference(fn: Callable[..., Any], request: Request) -> bool:
     """Whether a call of `fn` takes no gradient here and now: by the request, in torch.inference_mode, or in
-    torch.no_grad with a module in evaluation. (In no_grad, a module in training uses the plan for training.)"""
+    torch.no_grad with a module in evaluation. (In no_grad, any other function or module uses the plan for training.)"""
     if request.inference or torch.is_inference_mode_enabled():
         return True
     if torch.is_grad_enabled() or not isinstance(fn, torch.nn.Module):

@@ -1,7 +1,7 @@
 """The engine behind a sharded function or module: plans each signature of it once, and runs its calls.
 
-A call like the last one, by its guard (guard.py), only runs. Any other is looked up by its signature, the answers to the
-function's questions about values and the state that it reads (courses.py); the first of its kind is planned.
+A call like the last one, by its guard (guard.py), only runs. Any other is looked up by its signature, the answers to
+the function's questions about values and the state that it reads (courses.py); the first of its kind is planned.
 """
 
 from __future__ import annotations
