@@ -59,8 +59,8 @@ _LATER: Any = None  # a field that a later pass makes
 @dataclass(frozen=True)
 class PlanDraft:
     """An unfinished plan of `inputs` on `mesh`. `below`: the cost of a plan on another mesh, an upper bound for the
-    search. `found`: the solution of the search mode without a bound, if FINDING ran. The passes of PLANNING make the
-    other fields."""
+    search. `found`: the solution of the search mode, without bound and fates, if FINDING ran. The passes of PLANNING
+    make the other fields."""
 
     inputs: PlanInputs
     mesh: Mesh

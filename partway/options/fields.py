@@ -1,7 +1,7 @@
 """Closed choices, equal to the strings that users write and printed like them, and the types of fields.
 
-The args of a validator's ValueError are its problems; a ValueError without args means that the field's description is
-the problem's text.
+The args of a validator's ValueError are its problems; for a ValueError without args, the error says what the field
+accepts.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _not_private(folder: Path) -> str:
 
 def cache_limit() -> int:
     """The most bytes of all entries together: PARTWAY_CACHE_MB in the environment, in megabytes, or 1000 MB. Raises
-    ContextError if the variable is not a number."""
+    ContextError unless the variable is a whole number."""
     text = os.environ.get("PARTWAY_CACHE_MB") or "1000"
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ContextError(
