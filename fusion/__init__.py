@@ -1,14 +1,14 @@
-"""Fusion: the collectives of a program's parameters in groups, each group one message.
+"""Fusion: groups of collectives of a program's parameters, each sent as one message.
 
 in       a Step: the forward and the backward that every rank runs, with one `convert` for each tensor (program room)
-out      a Program: the same graphs, in which each group is one `convert_group` that is issued early enough to be hidden
+out      a Program: the same graphs with one `convert_group` for each group, issued early enough to be hidden
 
-program   start here: make_program, and what a Program says of itself
+program   start here: make_program, and the Program with its figures
 modes     the table of policies, and the options that users write (`Fusion`, `FusionPolicies`)
-policy    what a policy is, and what it may ask; by_size, by_index and by_overlap are the policies
-members   what policies group; cycles keeps groups from waiting for themselves
-fuse      the pass: which nodes run as one and when they are issued; updates does it for buffer updates
-schedule  what is predicted to run when; timeline writes that, or what was measured, as a file for Perfetto
+policy    the interface of a policy; by_size, by_index and by_overlap are the policies
+members   the collectives that policies group; cycles keeps groups from waiting for themselves
+fuse      the pass: groups nodes and decides when they are issued; updates does the same for buffer updates
+schedule  the predicted schedule; timeline writes it, or a measured one, as a file for Perfetto
 events    a backward for by_overlap, with gradient_overlap and weight_overlap for its two searches
 """
 

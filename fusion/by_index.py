@@ -7,7 +7,7 @@ cannot be one collective: a segment that holds several keys becomes one group fo
 order in which the backward produces them, so only AllReduce has this mode.
 
 MindSpore's documentation says the same of [20, 35]; its implementation takes the indices as inclusive positions
-from 0, which makes 21, 15 and the rest. Partway does what is documented.
+from 0, which makes 21, 15 and the rest. Partway follows the documentation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def group(members: Sequence[Member], ends: Sequence[int]) -> Groups:
 
 
 def problems(config: Any) -> list[str]:
-    """What is wrong with a list of indices, in words that follow the name of the mode."""
+    """The problems of a list of indices, as text that follows the name of the mode."""
     if not isinstance(config, list | tuple):
         return [f"takes a list of indices such as [20, 35], not {config!r}"]
     if not config:

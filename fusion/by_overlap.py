@@ -1,7 +1,7 @@
-"""Group by overlap: the groups with which the predicted schedule ends first.
+"""Group by overlap: choose the groups with the shortest predicted schedule.
 
-Gradients   those of `gradient_overlap`, which no size and no index beats
-Weights     the proposal of `weight_overlap` and all sizes, by the prediction of the whole schedule
+Gradients   the groups of `gradient_overlap`, which no size and no index beats
+Weights     the best of the proposal of `weight_overlap` and all sizes, by the prediction of the whole schedule
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .weight_overlap import needed
 
 
 def group(outlook: Outlook) -> Groups:
-    """The groups with which the least time is predicted; of equals the first proposed."""
+    """The groups with the shortest predicted time; of equals the first proposed."""
     proposals = _of_weights(outlook) if outlook.weights else _of_gradients(outlook)
     return best((*proposals, ()), outlook.seconds)
 
@@ -26,7 +26,7 @@ def _of_gradients(outlook: Outlook) -> Iterator[Groups]:
     offers, members = outlook.offers(), outlook.members
     groups = best_groups(GradientEvents([members[i] for i in offers.order], outlook.costs, offers.events))
     yield tuple(sorted(tuple(sorted(offers.order[i] for i in positions)) for positions in groups))
-    if offers.chained or list(offers.order) != sorted(offers.order):  # the events are not what policies make
+    if offers.chained or list(offers.order) != sorted(offers.order):  # the events differ from the real schedule
         yield from by_size.powers(members)
         yield from by_size.every(members)
 

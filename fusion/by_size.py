@@ -1,7 +1,7 @@
 """Group by size: a group is filled, in order, until the next member would take it over a limit.
 
 With a limit of 64, members of 40, 30, 20, 90 and 10 bytes make the groups (40), (30 20), (90) and (10).
-Mode size has a limit of one's own, in MB, and mode auto a fixed one.
+In mode size the user sets the limit, in MB; in mode auto it is fixed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ AUTO_MB = 64
 
 
 def group(members: Sequence[Member], limit: int) -> Groups:
-    """Groups of positions in `members`, each of at most `limit` bytes unless it has one member only.
+    """Groups of positions in `members`, each of at most `limit` bytes unless it has only one member.
 
-    Each key has its own open group, so members with other keys between two members do not part them. Groups come
-    in the order of their first members.
+    Each key has its own open group, so members of other keys between two members do not separate them. Groups are in
+    the order of their first members.
     """
     groups: list[list[int]] = []
     open_groups: dict[Key, tuple[list[int], int]] = {}
@@ -34,14 +34,14 @@ def group(members: Sequence[Member], limit: int) -> Groups:
 
 
 def powers(members: Sequence[Member]) -> Iterator[Groups]:
-    """The groups by every power of two MB, from each member alone to all in one, and by auto."""
+    """The groups by each power of two MB, from single members to one group of all, and by the limit of mode auto."""
     total = sum(member.bytes for member in members)
     for limit in (0, *(MB << power for power in range(max(total // MB, 1).bit_length() + 1)), AUTO_MB * MB):
         yield group(members, limit)
 
 
 def every(members: Sequence[Member]) -> Iterator[Groups]:
-    """The groups by every whole number of MB, each once."""
+    """The different groups by whole numbers of MB, each once."""
     limit = MB
     while limit:
         groups = group(members, limit)
@@ -52,7 +52,7 @@ def every(members: Sequence[Member]) -> Iterator[Groups]:
             first = members[positions[0]]
             larger += [filled[first.key] + first.bytes] if first.key in filled else []
             filled[first.key] = sum(members[i].bytes for i in positions)
-        limit = -(-min(larger, default=0) // MB) * MB  # the least that joins a member to the group before
+        limit = -(-min(larger, default=0) // MB) * MB  # the smallest limit that adds a member to the group before
 
 
 def auto(members: Sequence[Member], config: None = None) -> Groups:

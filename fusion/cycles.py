@@ -1,8 +1,8 @@
 """Keep groups free of cycles: no group may wait, directly or through other groups, for a result of its own.
 
 A parameter's gradient may be reduced on one axis and then on another: the second collective needs the result of the
-first. Any policy may put such members together (or, with two groups, crosswise), so what a policy proposes is split
-here where that is needed, and policies need not know about dependencies.
+first. Any policy may put such members together (or, with two groups, crosswise), so its groups are split here where
+needed, and policies need not know about dependencies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .members import Groups
 
 
 def split_cycles(groups: Groups, needs: Sequence[Set[int]]) -> Groups:
-    """`groups` with those that would wait for themselves split into consecutive pieces.
+    """`groups`, in which each group that would wait for itself is split into consecutive pieces.
 
     `needs[i]` are the positions of all members whose results member i needs, directly or indirectly. A member stays
     in its group unless it and the piece before it depend on each other, given the pieces made so far.
@@ -38,7 +38,7 @@ def split_cycles(groups: Groups, needs: Sequence[Set[int]]) -> Groups:
 
 
 def _mask(positions: Iterable[int]) -> int:
-    """A set of positions as the bits of a number: there are as many sets as members, and they are joined often."""
+    """A set of positions as the bits of an int: there are as many sets as members, with frequent unions."""
     return sum(1 << position for position in positions)
 
 
@@ -47,7 +47,7 @@ def _independent(piece: Iterable[int], position: int, before: Sequence[int]) -> 
 
 
 def _join(piece: Iterable[int], before: list[int]) -> None:
-    """Let the members of `piece` wait for each other's needs, and whoever needs one of them wait for all."""
+    """Merge the needs of the members of `piece`, and let members that need one of them need all of them."""
     joint = 0
     for member in piece:
         joint |= before[member]

@@ -1,7 +1,7 @@
-"""A backward as events, and how long it takes with some groups of its gradients.
+"""A backward as events, and its duration for given groups of its gradients.
 
-Computing, other collectives and the order of both are the same whatever the groups are, but for what reads a gradient.
-So the events are read off the graph once (`schedule.events_of`), and any number of groupings is played on them.
+Groups do not change the computation, the other collectives or the order of both, except for nodes that read a gradient.
+So the events are read off the graph once (`schedule.events_of`), and any number of groupings is simulated on them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .members import Groups, Key, Member
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-ROUNDING = 1 + 1e-12  # sums of the same seconds in another order
+ROUNDING = 1 + 1e-12  # tolerance: the same seconds summed in another order
 
-Costs = Mapping[Key, tuple[float, float]]  # of a key's collectives: the seconds of one, and what each byte adds
+Costs = Mapping[Key, tuple[float, float]]  # by key: the seconds of an empty message, and of each byte
 
 
 class Compute(NamedTuple):
-    """Computing waits for the collectives `others` and for those of `members`, and then takes `seconds`. What reads
-    members stands back until their groups have been issued."""
+    """Computation that waits for the collectives `others` and for those of `members`, and then takes `seconds`. It is
+    deferred until the groups of `members` have been issued."""
 
     seconds: float
     others: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Another collective is issued and takes `seconds`; one that reads `members` stands back as computing does."""
+    """Another collective, which takes `seconds`. If it reads `members`, it is deferred as Compute is."""
 
     number: int
     seconds: float
@@ -42,7 +42,7 @@ class Send(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A member is ready. Computing waits for the collectives `others` when its group is issued."""
+    """A member is ready. When its group is issued, the compute lane waits for the collectives `others`."""
 
     member: int
     others: tuple[int, ...] = ()
@@ -53,9 +53,10 @@ Event = Compute | Send | Offer
 
 @dataclass(frozen=True)
 class GradientEvents:
-    """What is played: the members, what their keys cost, and the events in which each member is offered once, in order.
+    """The input of a simulation: members, the costs of their keys, and events, which offer each member once, in order.
 
-    Computing, sending and the order of both are the same whatever the groups are, but for what reads a member.
+    Groups do not change the computation, the other collectives or the order of both, except for events that read a
+    member.
     """
 
     members: Sequence[Member]
@@ -64,12 +65,12 @@ class GradientEvents:
 
     @cached_property
     def keys(self) -> tuple[Key, ...]:
-        """The keys of all members, in the order of their first ones."""
+        """The keys of all members, in the order of their first members."""
         return tuple(dict.fromkeys(member.key for member in self.members))
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For each member the number of its key, and its place among the members of that key."""
+        """For each member, the number of its key and its place among the members of that key."""
         count: dict[Key, int] = defaultdict(int)
         places = []
         for member in self.members:
@@ -84,7 +85,7 @@ class GradientEvents:
 
     @cached_property
     def bytes_before(self) -> tuple[Floats, ...]:
-        """For each key, by count of its members, the bytes of those before."""
+        """For each key, the bytes of its first n members, by n."""
         sizes: list[list[int]] = [[0] for _ in self.keys]
         for member, (key, _) in zip(self.members, self.places, strict=True):
             sizes[key].append(member.bytes)
@@ -92,7 +93,7 @@ class GradientEvents:
 
     @cached_property
     def levels(self) -> tuple[Ints, ...]:
-        """For each key, by count of its members, how many of those before are read."""
+        """For each key, how many of its first n members are read by an event, by n."""
         read = {member for event in self.events if not isinstance(event, Offer) for member in event.members}
         counts: list[list[int]] = [[0] for _ in self.keys]
         for member, (key, _) in enumerate(self.places):
@@ -106,8 +107,8 @@ class GradientEvents:
 
     @cached_property
     def last_read(self) -> dict[tuple[bool, int], int]:
-        """For each collective (a member's: True) the last event that reads it. (What a member waits for is read when
-        its group ends, perhaps at the last member of its key.)"""
+        """The last event that reads each collective; keys are (whether it is a member's, number). (A collective that a
+        member waits for is read when the member's group ends, at the latest at the last member of its key.)"""
         last: dict[tuple[bool, int], int] = {}
         ends: dict[int, int] = {}
         for position, event in enumerate(self.events):
@@ -126,12 +127,12 @@ class GradientEvents:
 
 
 def seconds(problem: GradientEvents, groups: Groups) -> float:
-    """How long the schedule with `groups` takes; each member is in one of them."""
+    """The duration of the schedule with `groups`, in seconds; each member is in one of them."""
     group_of = {member: group for group in groups for member in group}
     clock = lane = 0.0
     others: dict[int, float] = {}
-    over: dict[int, float] = {}  # of the members that have been sent
-    waits: dict[int, float] = {}  # when everything that a member waits for is over
+    over: dict[int, float] = {}  # when the collective of each sent member ends
+    waits: dict[int, float] = {}  # when all collectives that a member waits for have ended
     late: list[Compute | Send] = []
     for event in problem.events:
         now: list[Compute | Send] = []
@@ -157,7 +158,7 @@ def seconds(problem: GradientEvents, groups: Groups) -> float:
 
 
 def best(proposals: Iterable[Groups], predicted: Callable[[Groups], float]) -> Groups:
-    """Of `proposals` the first with the least `predicted` seconds, but for rounding."""
+    """The first of `proposals` with the least `predicted` seconds, up to rounding."""
     seconds = {groups: predicted(groups) for groups in proposals}
     least = min(seconds.values()) * ROUNDING
     return next(groups for groups, taken in seconds.items() if taken <= least)

@@ -1,8 +1,8 @@
-"""The fusion pass: the collectives of parameters, grouped by policies, each group issued early enough to be hidden.
+"""The fusion pass: policies group the collectives of parameters, and each group is issued early enough to be hidden.
 
 gradients   all_reduce and reduce_scatter, in the backward: a group is issued when its last member is ready
 weights     all_gather, in the forward, and in the backward where weights are gathered again: a group is issued
-            when the group before it is first used, so that two groups of whole weights are held and not all
+            when the group before it is first used, so that at most two groups of whole weights are held
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def fuse(
 ) -> fx.GraphModule:
     """A copy of `module`, a forward or a backward graph, in which each group of collectives is one `convert_group`.
 
-    Grouped are `convert` nodes whose tag is in `parameters`, of the kinds that have a policy. A group of gradients, and
-    a gradient that is alone, is placed right after the last of its operands; a group of weights, and a weight that is
-    alone, right before the first use of the group before it. Nodes that use a result are moved back as far as that
-    needs; all others keep their order. Values do not change: a group converts each member as before. Every `convert`
-    must have its local value in `meta["val"]`; for policies that predict (by `mesh` and `profile`) all nodes must.
+    The pass groups `convert` nodes whose tag is in `parameters`, of the kinds that have a policy. It places a group of
+    gradients, or a single gradient, right after the last of its operands; a group of weights, or a single weight, right
+    before the first use of the group before it. Nodes that use a result are moved back as far as necessary; all others
+    keep their order. Values do not change: a group converts each member as before. Every `convert` must have its local
+    value in `meta["val"]`; for policies that predict (by `mesh` and `profile`) all nodes must.
     Raises ContextError if an index of a policy is larger than the number of gradient AllReduces.
     """
     units = _Grouping(module.graph, parameters, policies, mesh, profile).units() if policies else _Units((), ())
@@ -54,8 +54,8 @@ def fuse(
 def gradient_collectives(graph: fx.Graph, parameters: Parameters, kind: Kind) -> tuple[fx.Node, ...]:
     """The collectives of `kind` on gradients of parameters, in the order in which their operands are produced.
 
-    (Autograd may place the collectives themselves long after: it runs what was recorded first last, and the
-    conversions of parameters can stand anywhere before their first use.)
+    (Autograd may place the collectives themselves much later: it runs backward functions in the reverse order of
+    recording, and the conversions of parameters can stand anywhere before their first use.)
     """
     place = _places(graph)
     gradients = [node for node in _converts(graph, parameters, kind) if not _is_weight(node, parameters)]
@@ -63,16 +63,15 @@ def gradient_collectives(graph: fx.Graph, parameters: Parameters, kind: Kind) ->
 
 
 def weight_gathers(graph: fx.Graph, parameters: Parameters, kind: Kind = Kind.ALL_GATHER) -> tuple[fx.Node, ...]:
-    """The gathers of parameters, of `kind`, in the order in which they are first used: those of the forward, and where
-    the backward gathers weights again those too. (The gradient of a parameter may be gathered as well; it is not a
-    weight.)"""
+    """The gathers of parameters, of `kind`, in the order of their first uses: those of a forward, or of a backward that
+    gathers weights again. (The gradient of a parameter may be gathered as well; it is not a weight.)"""
     place = _places(graph)
     weights = [node for node in _converts(graph, parameters, kind) if _is_weight(node, parameters)]
     return tuple(sorted(weights, key=lambda node: (_first_use(node, place), place[node])))
 
 
 def member(node: fx.Node) -> Member:
-    """What a policy sees of a `convert` node."""
+    """The Member of a `convert` node: the part that a policy sees."""
     arguments: tuple[Any, ...] = node.args
     operand, source, target, axes, size, tag = arguments
     value = operand.meta["val"] if isinstance(operand, fx.Node) else operand
@@ -83,8 +82,8 @@ def member(node: fx.Node) -> Member:
 
 
 def group(members: Sequence[Member], fusion: Fusion) -> Groups:
-    """The groups that the policy of `fusion` makes of `members` without a prediction, as positions: each position once,
-    ascending within a group."""
+    """The groups by the policy of `fusion` without a prediction, as positions in `members`: each once, ascending within
+    a group."""
     return fusion.policy.group(members, fusion.config)
 
 
@@ -104,7 +103,7 @@ def _converts(graph: fx.Graph, parameters: Parameters, kind: Kind) -> Iterator[f
 
 
 def _is_weight(node: fx.Node, parameters: Parameters) -> bool:
-    """Whether the conversion is the parameter's own and not its transpose, which converts the gradient."""
+    """Whether `node` converts the parameter itself; the transpose converts its gradient."""
     return node.args[1:3] == parameters[node.args[5]]  # type: ignore[index]
 
 
@@ -113,7 +112,7 @@ def _is_weight(node: fx.Node, parameters: Parameters) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """What runs as one, and when it is issued. `weights` are in the order of their first use."""
+    """The nodes that run as one, by when they are issued. `weights` are in the order of their first use."""
 
     gradients: tuple[Unit, ...]
     weights: tuple[Unit, ...]
@@ -123,7 +122,7 @@ class _Units:
 
 
 class _Grouping:
-    """The groups of one graph: those of each kind by its policy, policies that predict after the others."""
+    """The groups of one graph: each kind by its policy, and policies that predict after the others."""
 
     def __init__(
         self, graph: fx.Graph, parameters: Parameters, policies: FusionPolicies, mesh: Mesh, profile: DeviceProfile
@@ -144,7 +143,7 @@ class _Grouping:
         self.needs = {gathers: self._needs(gathers) for gathers in (False, True)}
 
     def units(self) -> _Units:
-        """The units that all policies together make."""
+        """The units by all policies together."""
         groups = {kind: group(self.members[kind], fusion) for kind, fusion in self.fusions.items()}
         for kind, fusion in self.fusions.items():
             if fusion.policy.predict:
@@ -153,7 +152,7 @@ class _Grouping:
 
     @cached_property
     def work(self) -> dict[fx.Node, Work]:
-        """What each node takes, by the profile."""
+        """The predicted work of each node, by the profile."""
         return work_of(self.graph, self.mesh, self.profile)
 
     def units_of(self, groups: Mapping[Kind, Groups]) -> _Units:
@@ -179,10 +178,10 @@ class _Grouping:
         return [node for kind in self._kinds(gathers) for node in self.nodes[kind]]
 
     def _needs(self, gathers: bool) -> list[frozenset[int]]:
-        """For each of the nodes the positions of those among them whose results it needs, also indirectly."""
+        """For each of the nodes, the positions of the others whose results it needs, directly or indirectly."""
         nodes = self._nodes(gathers)
         own = {node: 1 << position for position, node in enumerate(nodes)}
-        masks: dict[fx.Node, int] = {}  # sets of positions, as the bits of a number
+        masks: dict[fx.Node, int] = {}  # sets of positions, as the bits of an int
         for node in self.graph.nodes if nodes else ():
             mask = 0
             for operand in node.all_input_nodes:
@@ -192,9 +191,9 @@ class _Grouping:
 
 
 class _Outlook:
-    """What the schedule of a graph says to a policy that groups the collectives of `kind` (see `policy.Outlook`).
+    """The predicted schedule of a graph, for a policy that groups the collectives of `kind` (see `policy.Outlook`).
 
-    `others` are the groups of all kinds; those of `kind` itself are not looked at.
+    `others` are the groups of all kinds; those of `kind` itself are ignored.
     """
 
     def __init__(self, grouping: _Grouping, kind: Kind, others: Mapping[Kind, Groups]) -> None:
@@ -204,16 +203,16 @@ class _Outlook:
 
     @property
     def costs(self) -> Costs:
-        """For each key the seconds of an empty message, and of each byte."""
+        """For each key, the seconds of an empty message and of each byte."""
         works = [self.grouping.work[node] for node in self.nodes]
         return {m.key: (work.waiting, work.per_byte) for m, work in zip(self.members, works, strict=True)}
 
     def seconds(self, groups: Groups) -> float:
-        """How long the graph takes with `groups`."""
+        """The duration of the graph with `groups`, in seconds."""
         return play(self._order(groups), self.grouping.work)[1]
 
     def offers(self) -> Offers:
-        """When gradients are ready. One that reads a collective of another kind stands back for the group of that."""
+        """When gradients are ready. A gradient that reads a collective of another kind is deferred until its group."""
         alone = list(self._order(self._alone))
         position = {node: index for index, node in enumerate(self.nodes)}
         order = tuple(position[unit[0]] for unit in alone if unit[0] in position)
@@ -239,8 +238,8 @@ class _Outlook:
 
 
 def _ordered(graph: fx.Graph, units: _Units) -> Iterator[Unit]:
-    """All nodes in a topological order in which `units` come when they are to be issued and the others as near to
-    their old order as that allows."""
+    """All nodes in a topological order that places `units` where they are to be issued, and the others as near to
+    their old order as possible."""
     priority = _priorities(graph, units)
     unit = {node: nodes for nodes in units for node in nodes}
     waits: dict[Unit, int] = {}
@@ -266,15 +265,15 @@ def _ordered(graph: fx.Graph, units: _Units) -> Iterator[Unit]:
                     heappush(ready, (priority(reader), reader))
 
 
-Priority = tuple[int, int, int, int]  # the stage, the place in it, 1 for what stands there, the unit's own place
+Priority = tuple[int, int, int, int]  # the stage, the place in it, 1 for the node at that place, the unit's own place
 
 
 def _priorities(graph: fx.Graph, units: _Units) -> Callable[[Unit], Priority]:
-    """When a unit comes among those that are ready. Inputs stay in front even of a collective of an input: readers of
-    a graph expect them there."""
+    """The priority of a unit among those that are ready. Inputs come first, even before a collective of an input:
+    readers of a graph expect them there."""
     place = _places(graph)
     early: dict[Unit, Priority] = {nodes: (1, place[nodes[0]], 0, 0) for nodes in units.gradients}
-    used: dict[Key | None, int] = {}  # where the last group of weights so far, of a key or of any, is first used
+    used: dict[Key | None, int] = {}  # the first use of the last group of weights so far, by key and (None) of any key
     for nodes in units.weights:
         key = member(nodes[0]).key
         before = used.get(key, used.get(None))
@@ -291,7 +290,7 @@ def _priorities(graph: fx.Graph, units: _Units) -> Callable[[Unit], Priority]:
 
 
 def rebuild(units: Iterable[Unit]) -> fx.Graph:
-    """A new graph of `units` in their order, those of several nodes as one `convert_group`."""
+    """A new graph of `units` in their order; each unit of several nodes becomes one `convert_group`."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for unit in units:

@@ -1,12 +1,12 @@
-"""The groups of gradients with which a backward is predicted to end first.
+"""The groups of gradients with the shortest predicted backward.
 
 A group is issued when its last member is ready.
 
-`best_groups` plays the schedule with all that may come of it: at each member its group ends, or goes on. A state says
-when computing goes on, when the lane is free, when each collective is over that something still reads, and where the
-open group of each key begins. One that another beats in all of that goes; so does one from which, at the least, the
-schedule takes no less than what is known. What other collectives and computing do in between is played too, so that no
-index and no size is predicted to end earlier.
+`best_groups` is a branch and bound over the simulated schedule: at each member its group ends or continues. A state has
+the times at which the compute lane goes on, at which the communication lane is free and at which each collective ends
+that an event still reads, and where the open group of each key begins. A state is dropped if another one is no worse in
+all of these, or if its lower bound is not below the best known time. Computation and other collectives in between are
+simulated too, so that no index and no size is predicted to end earlier.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .events import ROUNDING, Compute, Floats, GradientEvents, Ints, Offer, Send
 from .members import Groups
 
 Bools = NDArray[np.bool_]
-# The searches one after the other, until one proves something: whether the groups of all keys end together, and how
-# many states are kept. With several keys there are too many states unless they do; but what is found is better.
+# The searches in order, until one is a proof: (whether the groups of all keys end together, how many states are kept).
+# With several keys there are too many states unless groups end together, but groups that end separately are better.
 _ONE_KEY = (False, 16), (False, 256), (False, 2048)
 _SEVERAL_KEYS = (False, 16), (False, 64), (True, 256), (True, 2048)
 
 
 def best_groups(problem: GradientEvents) -> Groups:
-    """The groups with which the schedule ends first; of equals, groups are long from the end on: what is hidden anyway
-    need not be sent in more messages.
+    """The groups with the shortest schedule. Among equals, groups are as long as possible from the end on: a collective
+    that is hidden anyway needs no message of its own.
 
-    No index and no size is predicted to end earlier, unless more than 2048 states were in question at once;
+    No index and no size is predicted to end earlier, unless more than 2048 states were open at once;
     even then no size is.
     """
     members = problem.members
@@ -56,7 +56,7 @@ def best_groups(problem: GradientEvents) -> Groups:
 
 
 def _joined(problem: GradientEvents, groups: Groups) -> Groups:
-    """`groups` with those joined to the group before, from the end on, that do not make the schedule end earlier."""
+    """`groups`, each joined to the group before it, from the end on, where that does not delay the schedule."""
     deadline = seconds(problem, groups) * ROUNDING
     kept = set(groups)
     for group in sorted(groups, key=lambda group: group[-1], reverse=True):
@@ -70,8 +70,8 @@ def _joined(problem: GradientEvents, groups: Groups) -> Groups:
 
 
 class _Bound(NamedTuple):
-    """How long it takes at least from here to the end: after the clock, after the lane is free, and after each
-    collective that is read is over. `work`: of what comes, the seconds on the lane."""
+    """Lower bounds of the seconds from an event to the end: after the clock, after the lane is free, and after the end
+    of each collective that is read. `work`: the seconds that later events take on the lane."""
 
     clock: float
     lane: float
@@ -80,8 +80,8 @@ class _Bound(NamedTuple):
 
 
 def _bounds(problem: GradientEvents) -> list[_Bound]:
-    """What is left before each event, and after the last. Other collectives wait for each other only; the members take
-    the lane for their bytes and, of each key, for one message."""
+    """The lower bounds before each event, and after the last. They assume that other collectives wait only for each
+    other, and that the members of each key take the lane for their bytes and one message."""
     bound = _Bound(0.0, 0.0, {}, 0.0)
     bounds = [bound]
     for event in reversed(problem.events):
@@ -104,10 +104,10 @@ def _bounds(problem: GradientEvents) -> list[_Bound]:
 
 @dataclass(frozen=True)
 class _States:
-    """What may have come, one column for each state.
+    """The open states of a search, one column each.
 
-    times    rows: the clock, when the lane is free, when the collectives in `slots` are over (of a member that has
-             not been sent: never)
+    times    rows: the clock, when the lane is free, when each collective in `slots` ends (infinite for a member that
+             has not been sent)
     begins   one row for each key: where its open group begins
     free     one row for each key: whether it may begin a group
     slots    (whether it is a member, number) of the rows of `times` after the first two
@@ -122,7 +122,7 @@ class _States:
         return int(self.times.shape[1])
 
     def take(self, which: Ints) -> _States:
-        """Those of the numbers `which`."""
+        """The states with the numbers `which`."""
         return replace(self, times=self.times[:, which], begins=self.begins[:, which], free=self.free[:, which])
 
     def beside(self, others: _States) -> _States:
@@ -131,17 +131,17 @@ class _States:
         return _States(times, begins, np.hstack([self.free, others.free]), self.slots)
 
     def over(self, slot: tuple[bool, int]) -> Floats:
-        """When a collective is over in each state."""
+        """When a collective ends, in each state."""
         row: Floats = self.times[2 + self.slots.index(slot)]
         return row
 
     def with_slot(self, slot: tuple[bool, int]) -> _States:
-        """These, with a collective that is not over in any of them."""
+        """These, with the row of a collective that has not been sent in any of them."""
         never = np.full((1, len(self)), math.inf)
         return replace(self, times=np.vstack([self.times, never]), slots=(*self.slots, slot))
 
     def without_past(self, problem: GradientEvents, position: int) -> _States:
-        """These, without what nothing reads after the event at `position`, or what is over in all of them."""
+        """These, without collectives that no event after `position` reads, or that have ended in all of them."""
         over = (self.times[2:] <= self.times[0]).all(1)
         gone = {
             slot for slot, past in zip(self.slots, over, strict=True) if past or problem.last_read[slot] <= position
@@ -153,22 +153,22 @@ class _States:
 
 
 def search(problem: GradientEvents, width: int, known: float, *, tied: bool) -> tuple[Groups | None, bool]:
-    """Groups that take less than `known` seconds, if any are found; and whether it is proved that there are no better
-    ones, as no more than `width` states were in question at once.
+    """Groups that take less than `known` seconds, if any are found, and whether there are provably no better ones,
+    because no more than `width` states were open at once.
 
-    The groups of a key are contiguous among its members; those of all keys end together, as an index makes them, if
-    they are `tied`: a key whose group has ended begins another one when no group is open.
+    The groups of a key are contiguous among its members. If they are `tied`, the groups of all keys end together, as
+    with an index: a key whose group has ended begins another one when no group is open.
     """
     return _OverlapSearch(problem, width, known, tied).run()
 
 
 class _OverlapSearch:
-    """One search: the states in question after the events so far.
+    """One search: the open states after the events so far.
 
-    late       events that stand back in some state, as they read a member that it has not sent
+    late       events that are deferred in some state, because they read a member that has not been sent there
     history    for each member: the state before, and whether its group ends here
-    offered    for each key how many of its members are ready
-    full       above twice this number states are compared with each other
+    offered    for each key, how many of its members are ready
+    full       more than twice as many states are compared with each other, to drop dominated ones
     """
 
     def __init__(self, problem: GradientEvents, width: int, known: float, tied: bool) -> None:
@@ -201,14 +201,15 @@ class _OverlapSearch:
         return _groups(self.problem, self.history, int(end.argmin())), self.proved
 
     def _happens(self, event: Compute | Send) -> None:
-        """Let `event` happen where all that it reads has been sent, and stand back elsewhere."""
+        """Run `event` in the states that have sent every member it reads, and defer it in the others."""
         if isinstance(event, Send) and (False, event.number) in self.problem.last_read:
             self.states = self.states.with_slot((False, event.number))
         _run(self.states, event, ~_open(self.problem, self.states.begins, event))
         self.late += [event] if event.members else []
 
     def _branch(self, position: int, event: Offer) -> None:
-        """A member is ready: its group goes on, or ends. Of both the states that may still win are left."""
+        """A member is ready: branch into states in which its group continues and states in which it ends, and keep
+        those that may still win."""
         problem = self.problem
         key, place = problem.places[event.member]
         self.offered[key] = place + 1
@@ -234,11 +235,11 @@ class _OverlapSearch:
         self.history.append((parents[kept], ends[kept]))
 
     def _promising(self, states: _States, bound: _Bound) -> Ints:
-        """The states, by number, that may take less than what is known."""
+        """The states, by number, whose lower bound is below the best known time."""
         return np.flatnonzero(_least(self.problem, states, bound, self.offered) * ROUNDING < self.known)
 
     def _kept(self, states: _States, bound: _Bound) -> Ints:
-        """The states, by number, to go on with: at most `width`, those with the least bounds."""
+        """The states to keep, by number: the `width` with the least bounds."""
         kept = np.arange(len(states))
         if len(kept) > 2 * self.full:
             kept = kept[_front(self.problem, states.take(kept))]
@@ -269,7 +270,7 @@ def _groups(problem: GradientEvents, history: Sequence[tuple[Ints, Bools]], stat
 
 
 def _run(states: _States, event: Compute | Send, where: Bools, least: Floats | float = 0.0) -> None:
-    """Let `event` happen in the states of `where`; computing not before `least`."""
+    """Run `event` in the states of `where`; computation starts at `least` at the earliest."""
     clock, lane = states.times[:2]
     if isinstance(event, Send):
         lane[where] = np.maximum(lane, clock)[where] + event.seconds
@@ -282,7 +283,7 @@ def _run(states: _States, event: Compute | Send, where: Bools, least: Floats | f
 
 
 def _open(problem: GradientEvents, begins: Ints, event: Compute | Send) -> Bools:
-    """In which states a member that `event` reads has not been sent."""
+    """For each state, whether it has not sent a member that `event` reads."""
     unsent = np.zeros(begins.shape[1], dtype=np.bool_)
     for member in event.members:
         key, place = problem.places[member]
@@ -298,7 +299,7 @@ def _ended(
     offered: Sequence[int],
     tied: bool,
 ) -> _States:
-    """`states` after the open groups of `member`'s key have ended with it; what stood back for it then runs."""
+    """`states` after the open groups of `member`'s key have ended with it and the events deferred for it have run."""
     key, place = problem.places[member]
     waiting, per_byte = problem.costs[problem.keys[key]]
     times, begins, free = states.times.copy(), states.begins.copy(), states.free.copy()
@@ -323,10 +324,11 @@ def _ended(
 
 
 def _beats(problem: GradientEvents, these: _States, others: _States) -> Bools:
-    """Which of `these` (rows) are no worse in anything than which of `others` (columns).
+    """A matrix: whether each of `these` (rows) is no worse in anything than each of `others` (columns).
 
-    Who has sent more has less to send. But what reads a gradient that was sent makes computing wait for it, and what
-    reads one that was not stands back: with such readers, states that have not sent the same cannot be compared.
+    A state that has sent more has less left to send. But an event that reads a gradient makes the compute lane wait if
+    the gradient was sent, and is deferred if not: with such readers, states that have sent different members cannot be
+    compared.
     """
     beats = np.ones((these.times.shape[1], others.times.shape[1]), dtype=np.bool_)
     for one, other in zip(these.times, others.times, strict=True):
@@ -340,13 +342,13 @@ def _beats(problem: GradientEvents, these: _States, others: _States) -> Bools:
 
 
 def _front(problem: GradientEvents, states: _States) -> Ints:
-    """The states, by number, that no other one beats; of equals the first."""
+    """The states, by number, that no other one dominates; of equals the first."""
     beats = _beats(problem, states, states)
     return np.flatnonzero(~(beats & ~(beats.T & np.tri(len(beats), dtype=np.bool_))).any(0))
 
 
 def _least(problem: GradientEvents, states: _States, bound: _Bound, offered: Sequence[int]) -> Floats:
-    """How long the schedule takes at least, from each of `states` on."""
+    """A lower bound of the duration of the whole schedule, for each of `states`."""
     opened = np.zeros(states.times.shape[1])
     for key, sizes in enumerate(problem.bytes_before):
         opened += problem.costs[problem.keys[key]][1] * (sizes[offered[key]] - sizes[states.begins[key]])

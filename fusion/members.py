@@ -1,4 +1,4 @@
-"""What a fusion policy sees of a program: its members, the collectives that may share a message."""
+"""Members: the collectives of a program that may share a message, as a fusion policy sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Groups = tuple[tuple[int, ...], ...]  # positions of members; ascending within a
 @dataclass(frozen=True, slots=True)
 class Member:
     """One collective that may join a group: a conversion along `axes`, with the bytes of its payload (of the whole
-    value: what an all_gather makes, what the others are given)."""
+    value: the result of an all_gather, the operand of the others)."""
 
     tag: int
     source: str
@@ -34,5 +34,5 @@ class Member:
 
     @property
     def key(self) -> Key:
-        """Only members with equal keys can be one collective."""
+        """The key of a group: only members with equal keys can be one collective."""
         return self.axes, self.source, self.target, self.dtype

@@ -1,7 +1,7 @@
 """The modes of `comm_fusion`: one row of `POLICIES` each, and the options that users write with them.
 
-A new policy is a file like by_size.py, a member of `FusionMode` and a row of `POLICIES`. Nothing else asks which mode
-it is.
+A new policy is a file like by_size.py, a member of `FusionMode` and a row of `POLICIES`. No other code depends on the
+mode.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Fusion:
 
     `config` belongs to the mode: None for `auto` and `overlap`; a whole number of MB (1024 * 1024 bytes), 1 or more,
     for `size`; for `index` the counts of collectives after which a group ends, ascending and 1 or more: (20, 35) makes
-    a group of the first 20, one of the next 15 and one of the rest. What the policy refuses raises ContextError.
+    a group of the first 20, one of the next 15 and one of the rest. Raises ContextError for any other config.
     """
 
     mode: FusionMode
@@ -102,7 +102,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True)
 class FusionPolicies:
-    """The policy for each kind of collective; None: those collectives stay as they are.
+    """The policy for each kind of collective; None leaves those collectives as they are.
 
     Only allreduce has the mode index. Raises ContextError for a mode that a collective does not have.
     """

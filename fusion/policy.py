@@ -1,4 +1,4 @@
-"""What a fusion policy is: pure functions from members to groups, and the configs that it takes.
+"""The interface of a fusion policy: pure functions from members to groups, and the configs that it takes.
 
 A policy's own file makes one `Policy`, and the table in modes.py gives it a name. Most policies look at members only.
 One that predicts also gets an `Outlook`, which answers from the predicted schedule of the whole graph.
@@ -20,11 +20,11 @@ Grouping = Callable[[Sequence[Member], Any], Groups]
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """The members in the order in which a backward produces their operands, one after another.
+    """The members in the order in which a backward produces their operands, and the events in between.
 
     order     the positions of the members, in that order
-    events    what happens meanwhile; members are numbered by their place in `order`
-    chained   whether a member needs the result of another one, of which the events know nothing
+    events    the events of the backward; members are numbered by their place in `order`
+    chained   whether a member needs the result of another one, which the events do not represent
     """
 
     order: tuple[int, ...]
@@ -33,7 +33,7 @@ class Offers:
 
 
 class Outlook(Protocol):
-    """What a policy that predicts may ask about the members of one kind, with the groups of all other kinds fixed."""
+    """The predictions that a policy may ask for about the members of one kind; the groups of other kinds are fixed."""
 
     @property
     def members(self) -> Sequence[Member]:
@@ -47,15 +47,15 @@ class Outlook(Protocol):
 
     @property
     def costs(self) -> Mapping[Key, tuple[float, float]]:
-        """For each key the seconds of an empty message, and of each byte."""
+        """For each key, the seconds of an empty message and of each byte."""
         ...
 
     def seconds(self, groups: Groups) -> float:
-        """How long the graph takes with `groups`."""
+        """The duration of the graph with `groups`, in seconds."""
         ...
 
     def offers(self) -> Offers:
-        """When gradients are ready, and what else runs."""
+        """When gradients are ready, and the events in between."""
         ...
 
     def first_uses(self) -> Sequence[float]:
@@ -68,12 +68,12 @@ class Policy:
     """One way to choose the boundaries between groups.
 
     collectives   those of `COLLECTIVES` that it can group
-    problems      what is wrong with a config, in words that follow the mode's name; none if it is right
+    problems      the problems of a config, as text that follows the mode's name; none if it is right
     group         the groups of members by a config. Each position is in one group.
     updates       the same for the AllReduces of buffer updates, which are not gradients
     predict       the groups by the predicted schedule, which replace those of `group` when all kinds have theirs;
                   None: those of `group` are final
-    shorthand     what a config is called that may be written without its mode; "" if none may
+    shorthand     the name of a config that may be written without its mode; "" if there is none
     """
 
     collectives: tuple[str, ...]
@@ -90,7 +90,7 @@ def is_count(value: object) -> bool:
 
 
 def takes_none(why: str) -> Callable[[Any], list[str]]:
-    """The `problems` of a policy without a config; `why` it needs none."""
+    """The `problems` of a policy without a config; `why`: the reason that it needs none, for the message."""
 
     def problems(config: Any) -> list[str]:
         return [] if config is None else [f"takes no config ({why}), not {config!r}; mode size takes a limit"]

@@ -21,11 +21,11 @@ from .updates import updates_last
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs for one step.
+    """The graphs that one rank runs in one step, with their collectives.
 
     step          the forward graph and the backward graph (None where nothing is differentiated)
     collectives   in the order in which they run, forward first; each with its `members`
-    profile       the device and network that it is predicted for
+    profile       the device and network of its predictions
     """
 
     step: Step
@@ -34,7 +34,7 @@ class Program:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What is predicted to run when. Computed when it is first asked for."""
+        """The predicted schedule, computed at the first access."""
         step = with_values(self.step)
         backward = step.backward.graph if step.backward else None
         return predict(step.forward.graph, backward, step.program.mesh, self.profile)
@@ -64,7 +64,7 @@ def make_program(step: Step, policies: FusionPolicies, profile: DeviceProfile) -
 
 
 def collectives_in(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> dict[fx.Node, Collective]:
-    """The collectives that the "forward" or "backward" graph of a step issues, by the node that does."""
+    """The collectives that the "forward" or "backward" graph of a step issues, by node."""
     mesh, found = step.program.mesh, dict[fx.Node, Collective]()
     for node in graph.nodes:
         if node.target is convert:
@@ -78,13 +78,13 @@ def collectives_in(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfi
 
 
 def _collective(tag: int, phase: str, step: Step, profile: DeviceProfile) -> Collective | None:
-    # what stands in the backward runs, whether or not it was planned to
+    # a conversion in the backward runs, even if the plan has none for the gradient
     conversion = replace(step.program.conversions[tag], gradient=True)
     return collective(conversion, phase, step.program.mesh, profile)
 
 
 def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Collective:
-    """One collective that carries several tensors."""
+    """The collective that carries the tensors of all `members`."""
     first, payload = members[0], sum(m.payload_bytes for m in members)
     return replace(
         first,

@@ -1,14 +1,14 @@
 """The predicted schedule of one step on one rank: when each operator and each collective runs.
 
-There are two lanes. Operators run on the compute lane in the order of the graph; a collective is issued where it
-stands, on the communication lane, where collectives follow one another; one that has queued waits for less. While both
-lanes run they may slow each other down, as far as the profile says: on a CPU they share its cores. An operator that
-reads the result of a collective waits for it, and what stands behind that operator waits too. This is how a rank runs
-its graph (`runtime/executors/execute.py`). The backward starts when all of the forward has ended.
+There are two lanes. Operators run on the compute lane in the order of the graph. Collectives are issued at their place
+in the graph and run one after another on the communication lane; a queued one has a shorter latency. While both lanes
+run they may slow each other down, by the factors of the profile: on a CPU they share its cores. An operator that reads
+the result of a collective waits for it, and so do all operators behind it. This is how a rank runs its graph
+(`runtime/executors/execute.py`). The backward starts when all of the forward has ended.
 
-Operators take what `propagation/cost/cost.py` says, with PyTorch's formulas for the FLOPs of matrix products,
-convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless the profile
-has what their calls were measured to take.
+The times of operators are those of `propagation/cost/cost.py`, with PyTorch's formulas for the FLOPs of matrix
+products, convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless
+the profile has a measured time for their calls.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Unit = tuple[fx.Node, ...]  # nodes that run as one
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is predicted of one step.
+    """The predicted schedule of one step.
 
     spans     operators and collectives, in the order in which they are issued
-    seconds   how long the step takes
+    seconds   the duration of the step
     """
 
     spans: tuple[Span, ...]
@@ -98,9 +98,9 @@ def predict(forward: fx.Graph, backward: fx.Graph | None, mesh: Mesh, profile: D
 
 
 class Work(NamedTuple):
-    """What a node takes of a rank: `waiting + per_byte * payload + copying` seconds on its lane (None: no time).
+    """The time of a node: `waiting + per_byte * payload + copying` seconds on its lane (None: no time).
 
-    A node that is `late` waits for nothing: what takes a tensor out of a group is done where the tensor is read.
+    A `late` node waits for nothing: a tensor is taken out of a group only where it is read.
     """
 
     lane: str | None
@@ -114,12 +114,12 @@ class Work(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What it takes of its lane."""
+        """The seconds on its lane."""
         return self.waiting + self.per_byte * self.payload + self.copying
 
     @property
     def args(self) -> dict[str, Any]:
-        """What a timeline shows of it."""
+        """Details for a timeline."""
         if self.lane != COMMUNICATION:
             return {"kind": self.kind}
         return {"kind": self.kind, "axes": ",".join(self.axes), "bytes": self.payload}
@@ -138,15 +138,15 @@ class Ran(NamedTuple):
 
 
 def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together = ALONE) -> tuple[list[Ran], float]:
-    """When each unit of `order` runs, and the second at which all have ended. `together`: how fast each lane is while
+    """When each unit of `order` runs, and the second at which all have ended. `together`: the speed of each lane while
     the other one runs too.
 
-    A unit of several nodes is one collective, that carries the payloads of all.
+    A unit of several nodes is one collective with the payloads of all.
     """
     lanes = _Lanes(together)
-    over: dict[fx.Node, frozenset[int]] = {}  # the collectives that who reads a node waits for
+    over: dict[fx.Node, frozenset[int]] = {}  # the collectives that the readers of a node wait for
     begun: list[tuple[Unit, float, float]] = []
-    of_collectives: dict[int, int] = {}  # of each collective the place of its unit
+    of_collectives: dict[int, int] = {}  # the place of each collective's unit
     for unit in order:
         item = work[unit[0]]
         waits = frozenset[int]().union(*(over[operand] for node in unit for operand in node.all_input_nodes))
@@ -168,26 +168,27 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together
     for number, place in of_collectives.items():
         played[place] = Ran(begun[place][0], lanes.starts[number], lanes.ends[number])
     for place, (unit, _, _) in enumerate(begun):
-        if work[unit[0]].late:  # what takes a tensor out of a group is done where the tensor is read
+        if work[unit[0]].late:  # a tensor is taken out of a group where it is read
             when = max((lanes.ends[number] for number in over[unit[0]]), default=0.0)
             played[place] = Ran(unit, when, when)
     return played, lanes.clock
 
 
 class _Lanes:
-    """Computing up to `clock`, and the collectives that have been sent: the first of `under_way` runs, the others wait.
+    """The compute lane up to `clock`, and the collectives sent: the first of `under_way` runs, the others wait.
 
-    While both lanes run, each does the share `together` of what it does alone.
+    While both lanes run, each has the share `together` of its speed alone.
     """
 
     def __init__(self, together: Together) -> None:
         self.together, self.clock = together, 0.0
         self.starts: dict[int, float] = {}
         self.ends: dict[int, float] = {}
-        self.under_way: deque[tuple[int, float]] = deque()  # with the seconds that are left of it, alone
+        self.under_way: deque[tuple[int, float]] = deque()  # each with the seconds left, running alone
 
     def send(self, waiting: float, moving: float) -> int:
-        """A collective that takes `waiting + moving` seconds alone begins, or waits for the lane; its number."""
+        """Issue a collective that takes `waiting + moving` seconds alone, and return its number. It begins when the
+        lane is free."""
         number = len(self.ends) + len(self.under_way)
         share = self.together.queued if self.under_way else 1.0
         self.under_way.append((number, share * waiting + moving))
@@ -196,7 +197,7 @@ class _Lanes:
         return number
 
     def compute(self, seconds: float) -> None:
-        """Operators run that take `seconds` alone."""
+        """Run operators that take `seconds` alone."""
         slow, fast = self.together.computing, self.together.communicating
         while self.under_way and seconds > 0.0:
             number, left = self.under_way[0]
@@ -210,7 +211,7 @@ class _Lanes:
         self.clock += seconds
 
     def wait_for(self, numbers: frozenset[int]) -> None:
-        """Nothing runs on the lane of operators until these collectives are over."""
+        """Keep the compute lane idle until these collectives have ended."""
         waited = {number for number in numbers if number not in self.ends}
         while waited:
             number, left = self.under_way[0]
@@ -228,13 +229,13 @@ class _Lanes:
 def events_of(
     order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
 ) -> tuple[tuple[Event, ...], bool]:
-    """`order`, in which each of `members` stands where it is ready, as events; and whether a
-    member reads another one, of which events know nothing.
+    """The events of `order`, in which each of `members` stands where it is ready, and whether a member reads another
+    one, which events do not represent.
     """
     position = {node: index for index, node in enumerate(members)}
     events: list[Event] = []
-    reads: dict[fx.Node, frozenset[int]] = {}  # the members that a node's value comes of
-    over: dict[fx.Node, frozenset[int]] = {}  # the other collectives that nothing has waited for when there is the node
+    reads: dict[fx.Node, frozenset[int]] = {}  # the members on which a node's value depends
+    over: dict[fx.Node, frozenset[int]] = {}  # the other collectives that a reader of the node has to wait for
     waited: set[int] = set()
     chained, count = False, 0
     for unit in order:
@@ -271,14 +272,13 @@ def events_of(
 
 
 def work_of(graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> dict[fx.Node, Work]:
-    """What each node of `graph` takes; raises as `predict`."""
+    """The work of each node of `graph`; raises as `predict`."""
     meter = Meter(graph, mesh, profile)
     return {node: meter.work(node) for node in graph.nodes}
 
 
 def with_values(step: Step) -> Step:
-    """`step` with the local values of its forward in `meta["val"]`. (A step that is differentiated has them: they come
-    of tracing it.)"""
+    """`step` with the local values of its forward in `meta["val"]`. (A differentiated step has them from tracing.)"""
     if step.backward is not None:
         return step
     graph = fx.Graph()
@@ -305,7 +305,7 @@ def _tensor_like(like: Any, empty: Callable[[Like], Any]) -> Any:
 
 
 class Meter:
-    """Says what the nodes of one graph take. Of what many nodes have in common it computes once."""
+    """Computes the work of the nodes of one graph, and caches figures that many nodes share."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> None:
         self.mesh, self.profile = mesh, profile
@@ -314,7 +314,7 @@ class Meter:
         self._flops: dict[Hashable, int] = {}
 
     def work(self, node: fx.Node) -> Work:
-        """What a node takes."""
+        """The work of a node."""
         if node.op != "call_function":
             return _FREE
         if node.target is operator.getitem:
@@ -324,14 +324,14 @@ class Meter:
         return self._call(node) if is_view(node) or node.target in _RESHAPES else self._operator(node)
 
     def held(self, node: fx.Node) -> int:
-        """The bytes of a node's value; what is expanded counts once."""
+        """The bytes of a node's value; elements of expanded dims count once."""
         value = self.values[node]
         if id(value) not in self._bytes:
             self._bytes[id(value)] = sum(map(_bytes, _tensors(value)))
         return self._bytes[id(value)]
 
     def _call(self, node: fx.Node) -> Work:
-        """A call that moves nothing."""
+        """The work of a call that moves no data."""
         rates = self.profile.rates_of(str(node.target), VIEW)
         return Work(COMPUTE, rates.forward.call, kind=str(node.target)) if rates else _FREE
 
@@ -358,13 +358,13 @@ class Meter:
         return Work(COMPUTE, float(seconds), kind=kind.value)
 
     def _copying(self, node: fx.Node, before: Placement, after: Placement) -> float:
-        """What it takes to copy the pieces of a collective that do not lie one after the other: into one buffer before
-        it, or out of one after it (`runtime/executors/issue.py`). By a profile without measured operators nothing."""
+        """The seconds of copying the non-contiguous pieces of a collective: into one buffer before it, or out of one
+        after it (`runtime/executors/issue.py`). 0 for a profile without measured operators."""
         rates = self.profile.rates_of(str(aten.clone.default))
         if rates is None:
             return 0.0
         read, written = list(map(self.held, node.all_input_nodes)), self.held(node)
-        if isinstance(before, Partial) and not isinstance(after, Shard):  # large ones are added up where they are
+        if isinstance(before, Partial) and not isinstance(after, Shard):  # large ones are reduced in place
             read = [size for size in read if size < WORTH_A_CALL]
             written = sum(read)
         copied = [
@@ -387,15 +387,15 @@ class Meter:
         """The floating-point operations of an operator, the bytes it reads and writes, and of these those it writes."""
         written, moved = self.held(node), self.moved(node)
         if node.target in LOOKUPS:
-            moved -= max(self.held(node.all_input_nodes[0]) - written, 0)  # what is looked up, not the table
+            moved -= max(self.held(node.all_input_nodes[0]) - written, 0)  # the rows looked up, not the whole table
         return self._counted(node), moved, written
 
     def moved(self, node: fx.Node) -> int:
-        """The bytes of all that an operator reads and writes."""
+        """The bytes that an operator reads and writes."""
         return self.held(node) + sum(map(self.held, node.all_input_nodes))
 
     def _counted(self, node: fx.Node) -> int:
-        """The floating-point operations of matrix products, convolutions and attention; 0 of all others."""
+        """The floating-point operations of matrix products, convolutions and attention; 0 for all others."""
         if len(operands(node)) < 2 or is_pointwise(node.target):
             return 0
         shapes = tuple((tuple(t.shape), t.dtype) for o in node.all_input_nodes for t in _tensors(self.values[o]))
@@ -415,7 +415,7 @@ class Meter:
 
 
 _RESHAPES = (aten._unsafe_view.default, aten.reshape.default)
-# What attention becomes on the CPU and the meta device; PyTorch's own table lacks it.
+# The operators of attention on the CPU and the meta device, which PyTorch's own table lacks.
 _ATTENTION: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -425,7 +425,7 @@ _ATTENTION: dict[Any, Any] = {
 
 
 def _values(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """The fake value of each node; what passes after tracing have added is computed of what it reads."""
+    """The fake value of each node; those of nodes added after tracing are computed from their operands."""
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if "val" in node.meta:
@@ -449,7 +449,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _fresh(value: Any) -> Any:
-    """A value like `value`, of the fake mode that is on."""
+    """A value like `value` in the active fake mode."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
     return tuple(map(_fresh, value)) if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""A timeline: what ran when on one rank, predicted or measured, and as a file that Perfetto shows.
+"""Timelines of one rank, predicted or measured, and as files for Perfetto.
 
     save_chrome_trace("step.json", {"predicted": program.schedule.spans})
 
@@ -22,13 +22,13 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on one rank.
+    """An operator or collective that takes time on one rank.
 
-    name             that of the node of the program's graph; equal for what was predicted and what was measured
+    name             the node of the program's graph, by name; equal in a prediction and a measurement
     phase            "forward" or "backward"
     lane             "compute" or "communication"
-    start, seconds   seconds since the step began, and how long it took
-    args             more about it, such as its kind and its bytes
+    start, seconds   seconds since the step began, and the duration
+    args             details, such as its kind and its bytes
 
     Raises StrategyError for another lane, and for seconds below 0.
     """
@@ -55,7 +55,7 @@ class Span:
 def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -> None:
     """Write the spans of each source as one process of a Chrome trace, with a row for each of its lanes.
 
-    Raises StrategyError where the file cannot be written, and where one is that Partway did not write.
+    Raises StrategyError if the file cannot be written, or would replace one that Partway did not write.
     """
     named = _checked(sources)
     events = [event for pid, (name, spans) in enumerate(named.items()) for event in _events(pid, name, spans)]

@@ -1,7 +1,7 @@
-"""Buffer updates, such as BatchNorm's running statistics: nothing that computes waits for what they send.
+"""Buffer updates, such as BatchNorm's running statistics: no other operator waits for their collectives.
 
-With statistics of each part of the batch (`batch_norm_parts`) only the running ones are added up over the ranks. Their
-AllReduces are issued in the forward when their operands are ready, and read when all else has been computed.
+With statistics of each part of the batch (`batch_norm_parts`), only the running ones are added up over the ranks. Their
+AllReduces are issued in the forward when their operands are ready, and read after all other operators.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .schedule import Unit, with_values
 
 
 def updates_last(step: Step, fusion: Fusion | None) -> Step:
-    """`step` with what only buffer updates read of an AllReduce behind all else in its forward.
+    """`step` with the readers of buffer updates' AllReduces behind all other nodes of its forward.
 
-    These AllReduces are grouped as the `updates` of `fusion`'s policy says. Indices are about gradients, and so is what
-    gradients are hidden behind: for the modes index and overlap the groups are those of auto.
+    The `updates` of `fusion`'s policy groups these AllReduces. Indices and overlap are about gradients, so the modes
+    index and overlap make the groups of auto here.
     """
     if not _update_collectives(step):
         return step
@@ -45,7 +45,7 @@ def _groups(collectives: list[fx.Node], fusion: Fusion | None) -> Groups:
 
 
 def _update_collectives(step: Step) -> list[fx.Node]:
-    """The AllReduces of the forward that nothing but buffer updates reads; none needs the result of another."""
+    """The AllReduces of the forward that only buffer updates read; none needs the result of another."""
     graph = step.forward.graph
     returned = returned_by(graph)
     roles = [placed.port.role for placed in step.program.outputs]
@@ -67,7 +67,7 @@ def _update_collectives(step: Step) -> list[fx.Node]:
 
 
 def _ordered(graph: fx.Graph, collectives: list[fx.Node], groups: Groups) -> Iterator[Unit]:
-    """The nodes of `graph` with each group where its last member is, and what reads one behind all others."""
+    """The nodes of `graph`, with each group at the place of its last member, and the readers of groups at the end."""
     ends = {collectives[positions[-1]]: tuple(collectives[i] for i in positions) for positions in groups}
     members, late = set(collectives), list[fx.Node]()
     behind = set(collectives)

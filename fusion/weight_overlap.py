@@ -1,7 +1,7 @@
-"""The groups of weights with which computing ends first. A group is issued when the group before it is first used.
+"""The groups of weights with which computation ends first. A group is issued when the group before it is first used.
 
-`needed` is exact while nothing else is on the lane: what it returns is a proposal, to be compared by a prediction of
-the whole schedule.
+`needed` is exact while nothing else is on the lane: its result is a proposal, to be compared with others by a
+prediction of the whole schedule.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .members import Key, Member
 
 
 def needed(members: Sequence[Member], times: Sequence[float], costs: Costs) -> tuple[int, ...]:
-    """The counts after which segments end so that computing ends first; `times`: when each member is first used if
-    computing never waits, in seconds, ascending.
+    """The counts of members after which segments end so that computation ends first; `times`: when each member is first
+    used if computation never waits, in seconds, ascending.
 
-    The first group is issued at 0 and each other one when the group before it is first used, so that computing comes
-    from one group to the next in `max(time between, cost of the next)`. A state is a segment: what follows depends on
-    where it begins and where it ends. (A weight's collective is over when the next is issued, as it is needed then.)
-    Of equals, segments are short from the end on: fewer weights are held at once.
+    The first group is issued at 0 and each other one when the group before it is first used, so that computation gets
+    from one group to the next in `max(time between, cost of the next)`. A state of the dynamic program is a segment:
+    the rest depends only on where it begins and ends. (A weight's collective has ended when the next is issued, since
+    the weight is needed then.) Among equals, segments are as short as possible from the end on, to hold fewer weights.
     """
     count, keys = len(members), _columns(members)
     bytes_before, members_before = _sums(members, keys)
@@ -34,7 +34,7 @@ def needed(members: Sequence[Member], times: Sequence[float], costs: Costs) -> t
         price[begin, begin + 1 :] = (there * waiting + payload * per_byte).sum(1)
     used = np.asarray(times, dtype=np.float64)
     first = np.full((count + 1, count + 1), math.inf)  # when the segment from row to column is first used
-    before = np.zeros((count + 1, count + 1), dtype=np.int64)  # where the segment before it begins
+    before = np.zeros((count + 1, count + 1), dtype=np.int64)  # where the segment before that one begins
     first[0] = np.maximum(price[0], used[0]) if count else price[0]
     for begin in range(1, count):
         gap = used[begin] - used[:begin]
@@ -54,7 +54,7 @@ def _columns(members: Sequence[Member]) -> dict[Key, int]:
 
 
 def _sums(members: Sequence[Member], keys: Mapping[Key, int]) -> tuple[Floats, Floats]:
-    """By count of members, for each key: the bytes and the number of those before."""
+    """The bytes and the numbers of the first n members; rows are n, columns are keys."""
     sizes, counts = np.zeros((len(members) + 1, len(keys))), np.zeros((len(members) + 1, len(keys)))
     for position, member in enumerate(members):
         sizes[position + 1, keys[member.key]] = member.bytes

@@ -86,8 +86,8 @@ if TYPE_CHECKING:
         WholeReadWarning,
     )
 
-# Where the public names are. A module is imported when one of its names is first used: all of them take longer than
-# torch does, since capturing a graph needs much of torch that `import torch` leaves out.
+# The modules of the public names. A module is imported when one of its names is first used: importing all of them takes
+# longer than importing torch, since capturing a graph needs many modules of torch that `import torch` leaves out.
 _HOMES = {
     "checking.checker": "check_manual",
     "checking.report": "ManualReport Mistake",
@@ -193,7 +193,7 @@ __all__ = [
 
 
 def _public(name: str) -> Any:
-    """The public name `name`, from now on an attribute of the package."""
+    """The object with the public name `name`, which becomes an attribute of the package."""
     if name in ("data", "ops", "ps"):
         return importlib.import_module(f"partway.{name}")
     if name not in _HOME_OF:
@@ -210,5 +210,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would take any name for one of the package's
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
     __getattr__ = _public

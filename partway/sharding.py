@@ -1,7 +1,7 @@
-"""`shard` and `compile`: the front doors of an eager function, also as a decorator, and of an nn.Module.
+"""`shard` and `compile`: the entry points, for an eager function, also as a decorator, and for an nn.Module.
 
-Inside a function that is being sharded, `shard` is a constraint. Behind each stands one engine (engine.py); `compile`
-plans without one."""
+Inside a function that is being sharded, `shard` is a constraint. Each sharded function or module has one engine
+(engine.py); `compile` plans without one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Others(TypedDict, total=False):
 
 
 class _Decorator(Protocol):
-    """What `shard` gives without a function: a module stays a module of its class, a function takes what it took."""
+    """The decorator that `shard` returns without a function: it keeps a module's class and a function's signature."""
 
     @overload
     def __call__(self, fn: M, /) -> M: ...  # type: ignore[overload-overlap]  # modules can be called
@@ -99,32 +99,32 @@ def shard(
                     `device_num` virtual devices, can form
     device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan (unless the option
                     device_profile is set)
-    level           what the search weighs most: 0 communication, 1 memory, 2 speed: of plans at several prices of
-                    communication the one whose step is predicted to end first, with all that runs at the same time
+    level           what the search weighs most: 0 communication, 1 memory, 2 speed: it searches at several prices of
+                    communication, and takes the plan with the shortest predicted step, overlap included
     module_plan     a dict from fnmatch patterns on the paths of modules inside to what goes into them and comes out,
                     {"layers.*.attn": {"in_strategy": (("dp", None, "tp"),), "out_strategy": (...,)}} (modules only)
-    plan            the path of a file that `plan.save` wrote, a Plan, or a tuple of them: the strategies of every
-                    operator are taken from it, and nothing is searched. A call that none was made for is an error
-                    that says what differs; other annotations must agree
-    inference       no gradient is ever taken: plans have no backward, keep nothing for one, and lay parameters out as
-                    is best without. Otherwise calls in torch.inference_mode(), and those of a module in evaluation
-                    under torch.no_grad(), have plans without a backward, and parameters lie as for training
+    plan            the path of a file that `plan.save` wrote, a Plan, or a tuple of them: the strategies of all
+                    operators come from it, without a search. A call for which no plan was made raises an error that
+                    says what differs; other annotations must agree
+    inference       no gradient is ever taken: plans have no backward, save nothing for one, and choose the layouts of
+                    parameters without one. Otherwise calls in torch.inference_mode(), and those of a module in
+                    evaluation under torch.no_grad(), have plans without a backward and the layouts for training
     dynamic         the dims of arguments whose sizes change, with the least and largest size, {"ids": {1: (1, 4096)}},
                     or without, {"ids": (0, 1)}: one plan serves them all from the first call on, and another size is an
                     error. None: dims are found as their sizes change. False: each size has a plan of its own
 
-    The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. The second size
-    of a dim is planned for all of its sizes, but for 0 and 1; a new size then takes the time to make its program. When
-    a launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
+    The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. At the second
+    size of a dim, one plan is made for all of its sizes except 0 and 1; a new size then takes only the time to make its
+    program. If a launcher started this process, it runs its own rank; otherwise it simulates all ranks.
 
-    Each result has memory of its own. Of results that on one device are views of one another (`return y, y[1:]`), or of
-    an argument, a parameter, a buffer, a write to one is not seen in the others; write before they are returned.
+    Each result has its own memory. Where results on one device are views of one another (`return y, y[1:]`), or of an
+    argument, a parameter or a buffer, a write to one is not seen in the others; write before they are returned.
 
-    Inside a function that is being sharded, `shard` only constrains the tensors it touches: what goes into a function
-    or module, or a method of one, and what comes out.
+    Inside a function that is being sharded, `shard` only constrains the arguments and results of a function, a module
+    or a method.
 
-    Raises StrategyError for wrong arguments, here or at the call that shows their shapes. What failed has changed
-    nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
+    Raises StrategyError for wrong arguments, here or at the call that shows their shapes. A failure changes nothing:
+    after a refused first call, `shard` takes the same module again with other annotations.
     """
     request = Request(
         in_strategy=in_strategy,
@@ -171,7 +171,7 @@ def _shard(fn: Any, request: Request) -> Any:
 
 
 def _check_names(module: torch.nn.Module) -> None:
-    """Raise StrategyError where `module` has attributes that sharded modules have: its own code would get ours."""
+    """Raise StrategyError if `module` has attributes of the same names as ours, which its own code would get."""
     own = vars(module)
     inside = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}
     names = [name for name in vars(ShardedModule) if not name.startswith("_")]
@@ -199,8 +199,8 @@ class ShardedFunction(Generic[P, R]):
         return result
 
     def __reduce__(self) -> Any:
-        """Functions are pickled by name, and so is one that `shard` decorated."""
-        path: str = getattr(self, "__qualname__", "")  # that of the function
+        """Pickle a decorated function by name, as functions are."""
+        path: str = getattr(self, "__qualname__", "")  # the function's
         named: Any = sys.modules.get(self.__module__)
         for name in path.split("."):
             named = getattr(named, name, None)
@@ -245,12 +245,12 @@ def compile(
     plan: Any = None,
     inference: bool = False,
 ) -> Compiled:
-    """Plan a call of a function or module without running it; tensors on the meta device are welcome.
+    """Plan a call of a function or module without running it; its tensors may be on the meta device.
 
     The arguments are those of `shard`. Needs no process group and no second device.
 
-    Raises StrategyError for annotations that cannot be met (all reasons at once), CaptureError for a function that
-    torch.export cannot capture, OperatorError as `on_unknown_op` says.
+    Raises StrategyError for annotations that cannot be satisfied (all reasons at once), CaptureError for a function
+    that torch.export cannot capture, and OperatorError for an operator without a rule if `on_unknown_op` is "error".
     """
     request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference)
     check_target("compile", fn_or_module)

@@ -1,7 +1,7 @@
-"""The versions of PyTorch that Partway is tested with.
+"""The versions of PyTorch with which Partway is tested.
 
-Imported before all else of the package: where a new version of PyTorch has changed something that Partway relies on,
-the warning stands before the error that follows from it.
+Imported before the rest of the package: if a new version of PyTorch has changed something that Partway relies on, the
+warning comes before the error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ OLDEST, NEWEST = (2, 11), (2, 15)  # tests/test_torch_internals.py passes with t
 
 
 def installed_torch() -> str | None:
-    """The version of PyTorch, without importing it: `partway --help` needs none of it. None where there is none: the
-    Kubernetes operator trains nothing."""
+    """The version of PyTorch, without importing it, which `partway --help` does not need. None if it is not installed,
+    as in the Kubernetes operator."""
     try:
         return version("torch")
-    except PackageNotFoundError:  # it is on the path without having been installed
+    except PackageNotFoundError:  # it may be on the path without being installed
         if find_spec("torch") is None:
             return None
         import torch
@@ -29,7 +29,7 @@ def installed_torch() -> str | None:
 
 
 def warn_if_untested(installed: str | None) -> None:
-    """Warn if `installed`, a version such as "2.13.0+cpu", is not one that Partway is tested with."""
+    """Warn if Partway is not tested with `installed`, a version such as "2.13.0+cpu"."""
     if installed is None:
         return
     major, minor = (int(part) for part in installed.split(".")[:2])

@@ -1,15 +1,15 @@
-"""How tensors may be laid out on a device mesh, and what users write for it.
+"""Layouts of tensors on a device mesh, and the notations that users write for them.
 
-In goes a strategy in any of three notations, with a mesh and a shape. Out comes an `Annotation`, which gives the
-`Layout`s that are allowed, or one StrategyError that lists all that is wrong. All values are frozen and checked once.
+The input is a strategy in any of three notations, with a mesh and a shape. The output is an `Annotation`, which gives
+the allowed `Layout`s, or one StrategyError that lists every problem. All values are frozen and checked once.
 
     mesh, placement, layout   the device mesh, the state of a tensor on one axis, and its state on all axes
     cut                       how ranks cut one dim: slices that may be short, windows that reach into other slices
-    notation                  reads the three notations, and writes them; meshes that strategies can be written on
-    validate                  what is wrong with what users wrote
+    notation                  reads and writes the three notations; meshes on which strategies can be written
+    validate                  finds every problem of a strategy
     errors                    the tree of exceptions, and `Problem`
     transfer                  a tensor on the way from one mesh to another
-    basics/                   what all stages need, and nothing of sharding
+    basics/                   helpers of all stages, independent of sharding
     torch_mesh                our mesh as torch's DeviceMesh, and process groups
 
 Two names are not re-exported: the factory `layout.layout`, which would hide its module, and `torch_mesh`, which

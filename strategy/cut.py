@@ -1,9 +1,9 @@
-"""How ranks cut one dim where their parts differ: slices that are not all full, and windows that reach beyond slices.
+"""How ranks cut one dim into unequal parts: slices that are not all full, and windows that reach beyond slices.
 
 A dim of 28 over 8 ranks is cut into slices of 4, as `torch.chunk` does, and the last rank has none. All ranks hold
-tensors of the same shape, so that they run one program: a short slice is padded, the padding means nothing, and
-an operator that reads along the dim fills it first. A dim that several axes cut is cut by one after another, major
-first.
+tensors of the same shape, so that they run one program: a short slice is padded with undefined values, and an operator
+that reads along the dim fills the padding first. Where several axes cut a dim, each cuts the slices of the axes before
+it, major first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Span = tuple[int, int]  # from the first element of a dim to the one after the last
-REPEATS = ("reflect", "replicate", "circular")  # how a dim may go on beyond its ends, as torch.nn.functional.pad says
+REPEATS = ("reflect", "replicate", "circular")  # how a dim may continue beyond its ends: modes of functional.pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Cut:
 
     @property
     def width(self) -> int:
-        """The elements that each rank holds, with the padding of a short slice."""
+        """The number of elements that each rank holds, with the padding of a short slice."""
         return _cut(self)[0]
 
     @property
@@ -39,13 +39,13 @@ class Cut:
 
     @property
     def chunked(self) -> bool:
-        """Whether the slices are those of a DTensor. (They are not where a slice of an earlier axis is short.)"""
+        """Whether a DTensor has the same slices. (It does not if a slice of an earlier axis is short.)"""
         return self.chunks == self.spans
 
     @property
     def chunks(self) -> tuple[Span, ...]:
-        """The elements that each rank has of a DTensor, of which each axis cuts the slices of the axes before it as
-        `torch.chunk` does."""
+        """The slice of each rank of a DTensor: each axis cuts the slices of the axes before it as `torch.chunk`
+        does."""
         spans: list[Span] = [(0, self.size)]
         for count in self.axes:
             spans = [own for span in spans for own in _chunks(*span, count)]
@@ -82,9 +82,9 @@ def _cut(cut: Cut) -> tuple[int, tuple[Span, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Neighbouring elements of a window that come from one rank: `count` elements from place `at` of the window on are
-    those that the rank at position `source` holds from place `start` on: in order (`step` 1), in reverse order (-1), or
-    one element repeated (0)."""
+    """Neighbouring elements of a window that come from one rank: the `count` elements at place `at` of the window are
+    those at place `start` of the rank at position `source`, in order (`step` 1), in reverse order (-1), or one element
+    repeated (0)."""
 
     source: int
     start: int
@@ -94,7 +94,7 @@ class Strip:
 
     @property
     def rows(self) -> int:
-        """How many different elements these are."""
+        """The number of distinct elements."""
         return self.count if self.step else 1
 
 
@@ -105,7 +105,7 @@ class SliceWindow:
     cut     how the dim is cut into the slices that windows are made of
     spans   the window of each rank; it may begin before the dim and end after it
     width   the elements that each rank holds, at least those of its span; those after the span are zero
-    fill    what is beyond the ends of the dim: a number, or how the dim goes on there (see `REPEATS`)
+    fill    the values beyond the ends of the dim: a number, or how the dim continues there (see `REPEATS`)
     adds    whether ranks hold addends of overlapping windows: the placement of the gradient of a window
     """
 
@@ -134,17 +134,17 @@ class SliceWindow:
 
     @property
     def filled(self) -> float:
-        """The number that is beyond the ends of the dim."""
+        """The number beyond the ends of the dim; 0 where the dim continues there."""
         return 0.0 if isinstance(self.fill, str) else self.fill
 
     @property
     def rows(self) -> tuple[int, int]:
-        """How many elements of the dim the busiest rank sends to make the windows, and to add their addends."""
+        """The numbers of elements that the busiest rank sends to make the windows, and to add their addends."""
         return _rows(self)[:2]
 
     @property
     def offsets(self) -> int:
-        """How many different distances there are between ranks that exchange elements."""
+        """The number of different distances between ranks that exchange elements."""
         return _rows(self)[2]
 
     @property
@@ -178,14 +178,14 @@ def _strips(cut: Cut, span: Span, fill: float | str) -> tuple[Strip, ...]:
 
 
 def _holder(slices: tuple[Span, ...], element: int, guess: int) -> int:
-    """The position of the slice that has `element`. `guess` is right unless slices before it are short."""
+    """The position of the slice with `element`. `guess` is right unless slices before it are short."""
     while not slices[guess][0] <= element < slices[guess][1]:
         guess += 1 if element >= slices[guess][1] else -1
     return guess
 
 
 def _element(index: int, size: int, fill: float | str) -> int | None:
-    """The element of a dim of `size` that is at `index`, which may be beyond its ends."""
+    """The element of a dim of `size` at `index`, which may be beyond its ends; None where a number fills them."""
     if 0 <= index < size:
         return index
     match fill:

@@ -1,19 +1,19 @@
 """Every exception that Partway raises on purpose.
 
     PartwayError
-    ├── StrategyError (ValueError)      a strategy, layout, mesh or annotation that cannot be met
+    ├── StrategyError (ValueError)      a strategy, layout, mesh or annotation that cannot be satisfied
     ├── ContextError (ValueError)       an unknown or wrong option of the parallel context
     ├── CaptureError (RuntimeError)     a function that cannot be captured as one static graph
-    ├── OperatorError (ValueError)      an operator without a rule where that is not allowed, or a collective that is
-    │                                   called with what it does not take
+    ├── OperatorError (ValueError)      an operator without a rule where that is not allowed, or a collective with
+    │                                   operands that it does not take
     ├── VerifyError (AssertionError)    a broken invariant: a bug in Partway, not in the caller's code
     ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut
     ├── LossError (ValueError)          the loss of a step is NaN or Inf
     └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
 
 Warnings are UserWarnings: `UnknownOperatorWarning` names an operator that has no rule and is replicated,
-`WholeReadWarning` an image that is stored so that no part of it can be read without the rest, and
-`UntestedTorchWarning` a version of PyTorch that Partway is not tested with.
+`WholeReadWarning` an image whose format does not allow reading only a part of it, and `UntestedTorchWarning` a version
+of PyTorch with which Partway is not tested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PartwayError(Exception):
 
 
 class StrategyError(PartwayError, ValueError):
-    """A strategy, layout, mesh or annotation cannot be met; `problems` lists every reason."""
+    """A strategy, layout, mesh or annotation cannot be satisfied; `problems` lists every reason."""
 
     def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
         self.problems = tuple(problems)
@@ -37,13 +37,13 @@ class StrategyError(PartwayError, ValueError):
 
 
 class DoesNotFitError(StrategyError):
-    """No plan was found that keeps to the memory limit.
+    """No plan was found within the memory limit.
 
-    where      on which mesh, and among what
+    where      the mesh, and the plans that were searched
     least      the bytes that the smallest plan found holds
     limit      the memory limit, in bytes
-    heaviest   what takes up how much
-    advice     what else would do, as sentences
+    heaviest   what takes the most memory, and how much
+    advice     alternatives, as sentences
     """
 
     def __init__(self, where: str, least: float, limit: float, heaviest: str, advice: str = "") -> None:
@@ -56,7 +56,7 @@ class DoesNotFitError(StrategyError):
 
     @property
     def enough(self) -> float:
-        """A limit that would do, in bytes: a little more than `least`, as it is written with four digits."""
+        """A sufficient limit, in bytes: a little more than `least`, so that it still suffices with four digits."""
         return self.least * 1.001
 
     def changed(self, least: float, limit: float, advice: str = "") -> DoesNotFitError:
@@ -76,7 +76,7 @@ class CaptureError(PartwayError, RuntimeError):
 
 
 class OperatorError(PartwayError, ValueError):
-    """An operator has no rule and `on_unknown_op="error"` forbids running it replicated; or a collective of
+    """An operator has no rule and `on_unknown_op="error"` forbids running it replicated, or a collective of
     `partway.ops` does not take its operands."""
 
 
@@ -110,7 +110,7 @@ class UntestedTorchWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason why an annotation cannot be met: where it is, what is wrong, what to write instead."""
+    """One reason why an annotation cannot be satisfied: where it is, what is wrong, what to write instead."""
 
     where: str
     what: str
@@ -128,9 +128,9 @@ def raise_problems(title: str, problems: Iterable[Problem]) -> None:
 
 
 def shown(value: object, most: int = 200) -> str:
-    """The repr of what a person wrote, for a message; the middle of a long one is left out."""
+    """The repr of a value that a person wrote, for a message; the middle of a long one is left out."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an int of more digits than Python writes, or lists in lists in lists
+    except (ValueError, RecursionError):  # an int with more digits than Python writes, or deeply nested lists
         text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"

@@ -17,8 +17,8 @@ from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placem
 class Layout:
     """One placement for each axis of `mesh`, in the order of its axes.
 
-    A dim that several axes split is cut by the first of them into the largest pieces (mesh order is
-    major to minor). Layouts compare by value; `layout()` returns the one interned object for a value.
+    Where several axes split a dim, the first of them cuts it into the largest pieces (mesh order is major to minor).
+    Layouts compare by value; `layout()` returns the one interned object for a value.
 
     `cuts`: whether it splits a tensor; `adds`: whether ranks hold addends (or candidates). Raises
     StrategyError when the number of placements is not the number of axes.
@@ -55,7 +55,7 @@ class Layout:
         return layout(mesh, (REPLICATE,) * len(mesh.axes))
 
     def splits(self, ndim: int) -> tuple[int, ...]:
-        """Into how many parts each of `ndim` dims is split."""
+        """The number of parts into which each of `ndim` dims is split."""
         parts = [1] * ndim
         for placement, size in zip(self.placements, self.mesh.sizes, strict=True):
             if isinstance(placement, Shard) and placement.dim < ndim:
@@ -72,7 +72,7 @@ class Layout:
         return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Shard))
 
     def cut(self, dim: int, size: int) -> Cut:
-        """How its axes cut `dim`, of `size`: one position after another in the group of all axes that split it."""
+        """The cut of `dim`, of `size`; its slices are in the order of the group of all axes that split the dim."""
         return Cut(size, tuple(n for n, p in zip(self.mesh.sizes, self.placements, strict=True) if p == Shard(dim)))
 
     def divides(self, shape: tuple[int, ...]) -> bool:
@@ -82,21 +82,21 @@ class Layout:
         )
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether every split dim exists in `shape` and has elements to split. Some parts may have none."""
+        """Whether every split dim exists in `shape` and has elements to split. Some parts may be empty."""
         return self._has_dims(shape) and all(
             parts == 1 or size > 1 for size, parts in zip(shape, self.splits(len(shape)), strict=True)
         )
 
     def chunks(self, shape: tuple[int, ...]) -> bool:
-        """Whether a DTensor of `shape` is cut the same (`Cut.chunked`), of a layout that fits."""
+        """Whether a DTensor of `shape` is cut the same (`Cut.chunked`); the layout has to fit `shape`."""
         return self.divides(shape) or all(self.cut(dim, size).chunked for dim, size in enumerate(shape))
 
     def _has_dims(self, shape: tuple[int, ...]) -> bool:
         return all(p.dim < len(shape) for p in self.placements if isinstance(p, Shard))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one rank's part of a tensor of global `shape`, the same for all; where slices are uneven, as
-        `Cut.width` says. Raises StrategyError for a split dim that `shape` lacks."""
+        """The shape of one rank's part of a tensor of global `shape`, the same for all ranks; uneven slices have
+        `Cut.width`. Raises StrategyError for a split dim that `shape` lacks."""
         self._check(shape)
         return tuple(self.cut(dim, size).width for dim, size in enumerate(shape))
 
@@ -134,8 +134,8 @@ class Layout:
         return self.whole_along({dim for dim, size in enumerate(shape) if size == 1})
 
     def with_broadcasts(self) -> tuple[Layout, ...]:
-        """This layout first, then those with Broadcast for some of its Replicate: every rank holds the same, and only
-        the layout of the gradient differs."""
+        """This layout, then those with Broadcast for some of its Replicate: ranks hold the same values, and only the
+        layout of the gradient differs."""
         choices = [(REPLICATE, BROADCAST) if p == REPLICATE else (p,) for p in self.placements]
         return tuple(layout(self.mesh, chosen) for chosen in itertools.product(*choices))
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from .errors import StrategyError, shown
 
-MOST_DEVICES = 2**24  # more than there are anywhere: a number that is larger is a mistake, and some figures overflow
+MOST_DEVICES = 2**24  # more than any cluster has: a larger number is a mistake, and some figures would overflow
 
 
 @dataclass(frozen=True, init=False)
@@ -19,13 +19,13 @@ class Mesh:
     Rank r is at the row-major coordinate of r, so the last axis joins neighbouring ranks. On a mesh that is a part of a
     job, `Mesh({"tp": 2}, ranks=(4, 5))`, rank r of the mesh is the process `ranks[r]` of the job.
 
-    Raises StrategyError for no axes, an empty or repeated name, a size below 1, or ranks that are not one for each
-    device.
+    Raises StrategyError for no axes, an empty or repeated name, a size below 1, or any other number of ranks than one
+    for each device.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    ranks: Sequence[int]  # of the job, by the rank on the mesh; a range where the mesh is the job
+    ranks: Sequence[int]  # the job's rank for each rank of the mesh; a range where the mesh is the whole job
 
     def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
         if not isinstance(axes, Mapping) or not axes:
@@ -77,16 +77,16 @@ class Mesh:
 
     @cached_property
     def device_num(self) -> int:
-        """How many devices it has."""
+        """The number of devices."""
         return math.prod(self.sizes)
 
     def size(self, *axes: str) -> int:
-        """How many ranks a group along `axes` has: the product of their sizes. Raises StrategyError, naming the axes
-        there are."""
+        """The number of ranks in a group along `axes`: the product of their sizes. Raises StrategyError for an unknown
+        axis, naming those of the mesh."""
         return math.prod(self.sizes[self.index(axis)] for axis in axes)
 
     def index(self, axis: str) -> int:
-        """The position of the axis named `axis`. Raises StrategyError, naming the axes there are."""
+        """The position of the axis named `axis`. Raises StrategyError for an unknown one, naming those of the mesh."""
         if not isinstance(axis, str) or axis not in self.axes:
             raise StrategyError(f"the mesh has no axis {shown(axis)}; its axes are {self}")
         return self.axes.index(axis)
@@ -104,7 +104,7 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: tuple[int, ...]) -> int:
-        """The rank at `coordinate`. Raises StrategyError unless that has a place on each axis."""
+        """The rank at `coordinate`. Raises StrategyError unless it has a place on each axis."""
         rank = 0
         try:
             for position, size in zip(coordinate, self.sizes, strict=True):
@@ -118,11 +118,11 @@ class Mesh:
 
     @property
     def is_part(self) -> bool:
-        """Whether it names ranks of a job, of which there may be others."""
+        """Whether it names ranks of a job, which may have others."""
         return not isinstance(self.ranks, range)
 
     def own_rank(self, process: int) -> int:
-        """The rank on the mesh of the job's rank `process`. Raises StrategyError for one that is not on it."""
+        """The rank on the mesh of the job's rank `process`. Raises StrategyError if the mesh lacks it."""
         if process not in self.ranks:
             raise StrategyError(
                 f"rank {shown(process)} of the job is not on the mesh {self}; let only its ranks make this call"
@@ -134,7 +134,7 @@ class Mesh:
         return tuple(self.ranks[rank] for rank in self.group(self.own_rank(process), *axes))
 
     def stride(self, axis: str) -> int:
-        """How far apart the ranks of one group along `axis` are."""
+        """The distance between neighbouring ranks of a group along `axis`."""
         return math.prod(self.sizes[self.index(axis) + 1 :])
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
 """What users write: the three notations of a strategy, and their conversions to and from a layout.
 
     names        ("dp", None)  (("dp", "tp"), None)    per dim: an axis, several (major first), or None
-    ints         (2, 4)                                per dim: into how many parts; which axes is left open
+    ints         (2, 4)                                per dim: the number of parts; the axes are left open
     placements   (Shard(0), Replicate())               per mesh axis, ours or DTensor's; or a Layout
 
-Notations die here: an `Annotation` knows only the layout, or the split counts, that were asked for. This file
-reads well-formed text; `validate.py` finds what is wrong with the rest.
+Notations end here: an `Annotation` has only the layout, or the split counts, that a user asked for. This file reads
+well-formed strategies; `validate.py` finds the problems of others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Name = str | tuple[str, ...] | None
 
 
 class Form(Enum):
-    """Which notation a strategy is written in."""
+    """The notation of a strategy."""
 
     NAMES = "axis names"
     INTS = "split counts"
@@ -39,8 +39,8 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What a person wrote for one tensor on one mesh: one layout, or split counts with the axes left open. `chunked`:
-    it must be cut as a DTensor is. `varies`: a dim of one element is whole, whatever is written for it."""
+    """A user's strategy for one tensor on one mesh: one layout, or split counts with the axes left open. `chunked`: the
+    tensor must be cut as a DTensor is. `varies`: a dim of one element stays whole, whatever the strategy says."""
 
     mesh: Mesh
     meaning: Layout | tuple[int, ...]
@@ -49,7 +49,7 @@ class Annotation:
     varies: bool = False
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
-        """All layouts that it allows for a tensor of `shape`; none if no tensor of that shape can be laid out so."""
+        """The layouts that it allows for a tensor of `shape`; none if that shape cannot be laid out so."""
         size = tuple(shape)
         cuts = (one.without_single(size) for one in self.cuts(len(size)) if self.varies or one.fits(size))
         fitting = dict.fromkeys(one for one in cuts if one.fits(size))
@@ -60,7 +60,7 @@ class Annotation:
         return layout in self.cuts(ndim)
 
     def cuts(self, ndim: int) -> tuple[Layout, ...]:
-        """All layouts that it may mean for a tensor of `ndim` dims, whatever its sizes."""
+        """The layouts that it may mean for a tensor of `ndim` dims of any sizes."""
         if isinstance(self.meaning, Layout):
             return (self.meaning,)
         return layouts_of_counts(self.mesh, self.meaning) if len(self.meaning) == ndim else ()
@@ -81,7 +81,7 @@ def form_of(strategy: object) -> Form | None:
 
 
 def forms_of_entry(entry: object) -> frozenset[Form]:
-    """The notations that `entry` can be of; None is of two, in which it means a whole dim."""
+    """The notations that `entry` may belong to; None, a whole dim, belongs to two."""
     match entry:
         case None:
             return frozenset({Form.NAMES, Form.INTS})
@@ -129,7 +129,7 @@ def placements_of(strategy: Layout | Sequence[Any]) -> tuple[Any, ...]:
 
 
 def read_placement(where: str, placement: Any, ndim: int) -> Placement | Problem:
-    """Our placement for one of ours or of DTensor's, on a tensor of `ndim` dims; or the reason why not."""
+    """Our placement for one of ours or of DTensor's, on a tensor of `ndim` dims; or the Problem if there is none."""
     if _is_torch(placement):
         from torch.distributed import tensor as dt
 
@@ -185,14 +185,14 @@ def to_placements(layout: Layout) -> tuple[Placement, ...]:
 
 
 def to_names(layout: Layout, ndim: int) -> tuple[Name, ...]:
-    """The axis names that split each of `ndim` dims. Raises StrategyError if `layout` is not only splits of these."""
+    """The axis names that split each of `ndim` dims. Raises StrategyError if `layout` has other placements."""
     _check_only_splits(layout, ndim, Form.NAMES)
     entries = (layout.axes_of(dim) for dim in range(ndim))
     return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries)
 
 
 def to_ints(layout: Layout, ndim: int) -> tuple[int, ...]:
-    """The parts each of `ndim` dims is split into. Raises StrategyError if `layout` is not only splits of these."""
+    """The number of parts of each of `ndim` dims. Raises StrategyError if `layout` has other placements."""
     _check_only_splits(layout, ndim, Form.INTS)
     return layout.splits(ndim)
 
@@ -200,8 +200,8 @@ def to_ints(layout: Layout, ndim: int) -> tuple[int, ...]:
 def coarsest_mesh(device_num: int, strategies: Iterable[tuple[int | None, ...]]) -> Mesh:
     """The mesh of `device_num` devices with the fewest axes on which every strategy of ints can be written.
 
-    Of several with as few axes, the one with the smallest sizes first: 8 with (2, 4) and (4, 1) is d0=2, d1=4.
-    Raises StrategyError, listing each strategy that no mesh of `device_num` devices can write.
+    Of several with equally few axes, it is the one with the smallest sizes first: 8 with (2, 4) and (4, 1) is d0=2,
+    d1=4. Raises StrategyError, listing each strategy that cannot be written on any mesh of `device_num` devices.
     """
     finest, wanted, problems = Mesh.flat(device_num), set(), []
     for strategy in strategies:
@@ -216,19 +216,19 @@ def coarsest_mesh(device_num: int, strategies: Iterable[tuple[int | None, ...]])
             fix = f"write a tuple of split counts whose product divides {device_num}"
             problems.append(Problem(f"strategy {strategy!r}", f"no mesh of {device_num} devices allows it", fix))
     raise_problems(f"no mesh of {device_num} devices fits:", problems)
-    # Which axes can write a strategy does not depend on their order, so ascending sizes stand for all orders.
+    # The order of the axes does not decide whether a strategy can be written, so ascending sizes stand for all orders.
     candidates = sorted(_ascending_factors(device_num), key=lambda sizes: (len(sizes), sizes))
     fits = (sizes for sizes in candidates if all(can_write(sizes, counts) for counts in wanted))
     return Mesh.of_sizes(next(fits, finest.sizes))
 
 
 def meshes_of(device_num: int, strategies: Iterable[tuple[int | None, ...]], node: int | None = None) -> list[Mesh]:
-    """The meshes of `device_num` devices that a search should look at, those of fewer axes first: every way to write
-    the number as a product of at most three sizes on which all strategies of ints can be written; the coarsest mesh
-    where that takes more. A finer mesh can do all that a coarser one of the same order can.
+    """The meshes of `device_num` devices to search, those with fewer axes first: every mesh of at most three axes on
+    which all strategies of ints can be written, or only the coarsest mesh if that takes more axes. A finer mesh can do
+    everything that a coarser one of the same order can.
 
-    node    how many neighbouring devices are joined more tightly; where it divides the devices, no axis reaches across
-            its border
+    node    the number of neighbouring devices with faster links between them; if it divides `device_num`, no axis
+            crosses the border of a node
 
     Raises StrategyError as `coarsest_mesh` does.
     """
@@ -307,7 +307,7 @@ def _check_only_splits(layout: Layout, ndim: int, form: Form) -> None:
 
 
 def _is_torch(entry: object) -> bool:
-    # Asked of the type's name first, so that planning does not import torch.distributed for strategies without it.
+    # The type's name is compared first, so that planning does not import torch.distributed for strategies without it.
     if not type(entry).__module__.startswith("torch.distributed."):
         return False
     from torch.distributed.tensor import Placement as TorchPlacement

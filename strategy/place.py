@@ -1,4 +1,4 @@
-"""Where a program of one rank runs: what `pw.axis_index` and the collectives of `partway.ops` ask."""
+"""The rank that runs a program, for `pw.axis_index` and the collectives of `partway.ops`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORLD_GROUPS = ("hccl_world_group", "nccl_world_group", "mccl_world_group")  # M
 
 
 def check_group(group: object) -> tuple[str, ...]:
-    """The names in a group. Raises StrategyError for what is none."""
+    """The names in a group. Raises StrategyError if `group` is not one."""
     if group is None:
         return ()
     names = (group,) if isinstance(group, str) else group
@@ -36,13 +36,13 @@ def check_group(group: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Members:
-    """A group of ranks that is no axis of a mesh. `name`: by which collectives know it; `ranks`: by position."""
+    """A group of ranks that is not made of mesh axes. `name`: its name in collectives; `ranks`: by position."""
 
     name: str
     ranks: tuple[int, ...]
 
     def position(self, rank: int) -> int:
-        """That of `rank`. Raises StrategyError if it has none."""
+        """The position of `rank`. Raises StrategyError if it is not in the group."""
         if rank not in self.ranks:
             raise StrategyError(
                 f"rank {rank} is not in the group {self}; only its own ranks have a place in it, and call its "
@@ -55,13 +55,13 @@ class Members:
 
 
 def _only_axes(group: object) -> None:
-    """A manual function has the axes of its mesh, and no other groups."""
+    """None: the only groups of a manual function are the axes of its mesh."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a mesh. `asked`: the axes along which a program has asked for its position, which it notes here;
-    `groups`: the group that somebody means who names no axes of the mesh, if there is such a group."""
+    """A rank of a mesh. `asked`: collects the axes along which a program has asked for its position; `groups`: returns
+    the group with a name that is not a mesh axis, or None."""
 
     mesh: Mesh
     rank: int
@@ -69,14 +69,14 @@ class Place:
     groups: Callable[[object], Members | None] = field(default=_only_axes, compare=False)
 
     def members(self, group: Group) -> Members | None:
-        """The group where it is none of axes, whether this rank is in it or not."""
+        """The group if it is not made of axes, whether or not this rank is in it; else None."""
         return self.groups(group[0] if isinstance(group, tuple | list) and len(group) == 1 else group)
 
     def axes(self, group: Group) -> tuple[str, ...]:
-        """The axes of a group, in the order of the mesh: one by name, several, or None for all. The name of a group
-        that is none of axes stands by itself.
+        """The axes of a group, in the order of the mesh; `group` is the name of one, several names, or None for all.
+        For a group that is not made of axes, its name alone.
 
-        Raises StrategyError for others, and for a group that this rank is not in.
+        Raises StrategyError for any other value, and for a group that this rank is not in.
         """
         if group is None or (isinstance(group, str) and group in WORLD_GROUPS):
             return self.mesh.axes
@@ -96,7 +96,7 @@ class Place:
         return members.ranks if members else self.mesh.group(self.rank, *axes)
 
     def size(self, group: Group) -> int:
-        """How many ranks a group has. Raises as `axes` does."""
+        """The number of ranks in a group. Raises as `axes` does."""
         axes, members = self.axes(group), self.members(group)
         return len(members.ranks) if members else self.mesh.size(*axes)
 
@@ -120,10 +120,10 @@ def placed(place: Place) -> AbstractContextManager[None]:
 
 
 def surrounding_mesh() -> Mesh | None:
-    """The mesh of the function that is captured right now, where it is known by then."""
+    """The mesh of the function that is captured right now; None if it is not known yet."""
     return under_way().mesh
 
 
 def on_mesh(mesh: Mesh | None) -> AbstractContextManager[None]:
-    """A block in which a function is captured that is planned on `mesh`."""
+    """A block in which a function to be planned on `mesh` is captured."""
     return meanwhile(mesh=mesh)

@@ -10,10 +10,10 @@ Replicate → Broadcast and Partial → Replicate.)
     Replicate                  the whole value            Replicate
     Broadcast                  the whole value            Partial(sum): each rank's gradient is an addend
     Partial(sum)               an addend of the value     Replicate: every addend gets the whole gradient
-    Partial(max)               a candidate: the value is  none: only values that carry no gradient are so placed
+    Partial(max)               a candidate: the value is  none: only values without a gradient have this placement
                                the largest of them
-    SliceWindow(d)             its slice of dim d and     SliceWindow(d) of addends: what lies in several windows
-                               what lies next to it       gets an addend from each
+    SliceWindow(d)             its slice of dim d and     SliceWindow(d) of addends: an element in several windows
+                               elements next to it        gets an addend from each
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .errors import StrategyError, shown
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every rank of the axis holds its slice of dim `dim`, in rank order. In a program `cut` says how, unless all
-    slices are full; a layout leaves it open."""
+    """Every rank of the axis holds its slice of dim `dim`, in rank order. In a program, `cut` is the cut of the dim
+    unless all slices are full; in a layout it is None."""
 
     dim: int
     cut: Cut | None = field(default=None, repr=False)
@@ -62,7 +62,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds an addend of the value; with `reduce="max"` a candidate, of which the value is the largest."""
+    """Every rank holds an addend of the value; with `reduce="max"`, a candidate: the value is the largest of them."""
 
     reduce: str = "sum"
 
@@ -83,14 +83,14 @@ PARTIAL_MAX = Partial("max")
 
 
 class Kind(StrEnum):
-    """What a conversion does along its axes. Those of `LOCAL` need no other rank; the others are collectives, each with
-    a row in `propagation/ops/kinds.py`."""
+    """How a conversion is done along its axes. The kinds in `LOCAL` need no other rank; the others are collectives,
+    each with a row in `propagation/ops/kinds.py`."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
-    EXCHANGE = "exchange"  # windows are made of neighbours' slices, or what overlaps of them is added up
+    EXCHANGE = "exchange"  # make windows from neighbours' slices, or add up their overlaps
     SLICE = "slice"  # keep this rank's slice of a whole value
     PAD = "pad"  # zeros around this rank's slice: an addend of the whole
     KEEP = "keep"  # rank 0 keeps the value, the others hold zeros: addends of it
@@ -101,7 +101,7 @@ class Kind(StrEnum):
 
 LOCAL = frozenset({Kind.SLICE, Kind.PAD, Kind.KEEP, Kind.NOTHING})
 for _each in Kind:
-    _each.communicates = _each not in LOCAL  # read for each conversion of each option
+    _each.communicates = _each not in LOCAL  # an attribute, because it is read for each conversion of each option
 
 # (from, to) by type. Only the forward kind is written: `transpose` derives the backward from the duals.
 _KINDS: dict[tuple[type, type], Kind] = {
@@ -119,7 +119,7 @@ _KINDS: dict[tuple[type, type], Kind] = {
     (Partial, Broadcast): Kind.ALL_REDUCE,
 }
 
-# With Partial(max): the largest of copies is the copy itself, and no one step leads to or from a split.
+# With Partial(max): the largest of equal copies is the copy itself, and no single step leads to or from a split.
 _MAX_KINDS: dict[tuple[type, type], Kind] = {
     (Replicate, Partial): Kind.NOTHING,
     (Broadcast, Partial): Kind.NOTHING,
@@ -144,13 +144,13 @@ def dual(placement: Placement) -> Placement:
 
 
 def adjoint(placement: Placement) -> Placement:
-    """The placement of a gradient that is differentiated again: that of addends is `Broadcast`, whose own gradient is
-    an addend. Of the adjoint it is `placement` again."""
+    """The placement of a gradient that is differentiated again: for addends it is `Broadcast`, whose own gradient is
+    an addend. The adjoint of the adjoint is `placement` again."""
     return BROADCAST if placement == PARTIAL else dual(placement)
 
 
 def kind(source: Placement, target: Placement) -> Kind:
-    """What turns a value placed as `source` into one placed as `target`. Raises StrategyError if no one step does."""
+    """The kind of the conversion from `source` to `target`. Raises StrategyError if no single step converts them."""
     step = _kind(source, target)
     if step is None:
         raise StrategyError(f"no single step turns {source} into {target}; convert to R first")
@@ -158,8 +158,8 @@ def kind(source: Placement, target: Placement) -> Kind:
 
 
 def converts(source: Placement, target: Placement) -> bool:
-    """Whether one step turns `source` into `target`: all pairs do but Partial(max) with a split or with addends, and
-    windows with anything but their slices."""
+    """Whether a single step turns `source` into `target`: true of all pairs but Partial(max) with a split or with
+    addends, and windows with anything but their slices."""
     return _kind(source, target) is not None
 
 
@@ -178,7 +178,7 @@ def _kind(source: Placement, target: Placement) -> Kind | None:
 
 
 def transpose(source: Placement, target: Placement) -> tuple[Placement, Placement]:
-    """The conversion that the gradient of `source → target` takes, as (source, target)."""
+    """The conversion of the gradient of `source → target`, as (source, target)."""
     return dual(target), dual(source)
 
 
@@ -194,7 +194,7 @@ def placement_from_code(code: str) -> Placement:
             return Shard(int(dim), Cut.of_text(cut) if cut else None)
         if code[:1] == "W":
             return SliceWindow.of_text(code)
-    except ValueError:  # no number, or one of more digits than Python reads
+    except ValueError:  # not a number, or one with more digits than Python reads
         pass
     raise StrategyError(f"{shown(code)} is not a placement; write S<dim>, R, B, P or Pmax")
 

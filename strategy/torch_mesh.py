@@ -1,4 +1,4 @@
-"""Our mesh as torch's DeviceMesh and back. The only module of this stage whose import imports torch."""
+"""Conversions between our mesh and torch's DeviceMesh. The only module of this stage that imports torch at its top."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .mesh import Mesh
 
 
 def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """The DeviceMesh with the axes and ranks of `mesh`; every rank of it calls this. `timeout`: how long collectives
-    along an axis wait (None: PyTorch's default).
+    """The DeviceMesh with the axes and ranks of `mesh`; every rank of it calls this. `timeout`: that of collectives
+    along an axis (None: PyTorch's default).
 
     Raises RuntimeStateError without a process group, or with one that does not have one rank per device.
     """
@@ -31,24 +31,24 @@ def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = Non
         else own_group(mesh, (axis,), timeout, f"DeviceMesh {axis}")
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
     ]
-    with torch.device("cpu"):  # the default may be meta, where a model is made that is larger than a device
+    with torch.device("cpu"):  # the default may be meta, to make a model that is larger than a device
         ranks = torch.tensor(list(mesh.ranks)).view(mesh.sizes)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
 
 
 def has_nccl(group: Any = None) -> bool:
-    """Whether ranks of a process group (None: the default one) talk by NCCL: also where it has gloo for the CPU beside
-    it, or was made without the name of a backend."""
+    """Whether a process group (None: the default one) uses NCCL, also beside gloo for the CPU or as the default
+    backend."""
     return "nccl" in str(dist.get_backend_config(group))
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta | None, name: str, *, members_only: bool = False) -> Any:
-    """A process group of `ranks`, called "partway: name" where PyTorch and NCCL speak of it; every rank of the job
-    calls it, or with `members_only` every one of `ranks`.
+    """A process group of `ranks`, called "partway: name" in messages of PyTorch and NCCL; every rank of the job calls
+    this, or with `members_only` each of `ranks`.
 
-    NCCL connects its ranks here, by the current GPU, and not when they first send something: they may come to that in
-    another order. (To bind the GPU to the default group would do so for every group; but then `new_group` splits NCCL's
-    default one, and waits forever for the ranks of a group of gloo that others are not in: pytorch#145376.)
+    NCCL connects its ranks here, by the current GPU, and not at their first collectives, which ranks may reach in
+    different orders. (Binding the GPU to the default group would do so for every group; but then `new_group` splits
+    NCCL's default group, and with a gloo group of only some ranks it waits forever: pytorch#145376.)
     """
     device = torch.device("cuda", torch.cuda.current_device()) if has_nccl() else None
     return dist.new_group(
@@ -70,12 +70,12 @@ def own_group(mesh: Mesh, axes: tuple[str, ...], timeout: timedelta | None, name
 
 
 def own_rank(mesh: Mesh) -> int:
-    """The rank on `mesh` of this process. Raises StrategyError if it is not on it."""
+    """The rank of this process on `mesh`. Raises StrategyError if the mesh lacks it."""
     return mesh.own_rank(dist.get_rank())
 
 
 def check_ranks(mesh: Mesh, ranks: int) -> None:
-    """Raise RuntimeStateError unless `mesh` has a device for each of `ranks`, or those that it names are among them."""
+    """Raise RuntimeStateError unless `mesh` has as many devices as there are `ranks`, or names some of these."""
     if mesh.is_part:
         if outside := [rank for rank in mesh.ranks if rank >= ranks]:
             raise RuntimeStateError(
@@ -104,6 +104,6 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
 
 
 def mesh_like(device_mesh: DeviceMesh) -> Mesh:
-    """A mesh with the axis names and sizes of `device_mesh`, whatever ranks it holds: it may be a part of another."""
+    """A mesh with the axis names and sizes of `device_mesh`, of any ranks: it may be a part of another mesh."""
     sizes, names = tuple(device_mesh.mesh.shape), device_mesh.mesh_dim_names
     return Mesh.of_sizes(sizes) if names is None else Mesh(dict(zip(names, sizes, strict=True)))

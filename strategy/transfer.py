@@ -1,15 +1,15 @@
-"""A tensor on the way from one mesh to another, as between two stages of a pipeline.
+"""Transfers of a tensor from one mesh to another, as between two stages of a pipeline.
 
-A layout says where each rank of a mesh has its part. Of two meshes, rank t of the target needs a block of the tensor;
-what of it rank s of the source has is one transfer:
+A layout gives the part of each rank of a mesh. One transfer is the block that rank s of the source mesh has and rank t
+of the target mesh needs:
 
     [8, 4] on source [tp:S0] of ranks 0, 1 to target [tp:S1] of ranks 2, 3
 
     0 -> 2  [0:4, 0:2]      1 -> 2  [4:8, 0:2]
     0 -> 3  [0:4, 2:4]      1 -> 3  [4:8, 2:4]
 
-Ranks of the source that hold the same part take turns, so that what replicas send is spread over them; a rank that is
-on both meshes keeps what it has.
+Ranks of the source that hold the same part take turns, so that sending is spread over replicas; a rank on both meshes
+keeps what it has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Block = tuple[slice, ...]  # of the whole tensor, a slice of each dim
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The `block` of a tensor that the rank `source` of its mesh has for the rank `target` of another."""
+    """The `block` of a tensor that the rank `source` of its mesh sends to the rank `target` of another mesh."""
 
     source: int
     target: int
@@ -35,10 +35,10 @@ class Transfer:
 
 @lru_cache(maxsize=1024)
 def transfers(source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[Transfer, ...]:
-    """What goes from which rank of the mesh of `source` to which of that of `target`, for a tensor of global `shape`:
-    each rank of the target gets its part once. In the order of target ranks.
+    """The transfers that convert a tensor of global `shape` from the layout `source` to `target`, on another mesh, in
+    the order of target ranks. Each of these gets its part once.
 
-    Raises StrategyError where ranks of the source hold partial sums: they are reduced first, on their mesh.
+    Raises StrategyError if ranks of the source hold partial sums, which have to be reduced on their mesh first.
     """
     if source.adds:
         raise StrategyError(
@@ -64,5 +64,5 @@ def _transfers(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterat
 
 
 def within(block: Block, part: Block) -> Block:
-    """Where a `block` of the whole lies in the `part` of a rank."""
+    """The place of a `block` of the whole tensor in the `part` of a rank."""
     return tuple(slice(b.start - p.start, b.stop - p.start) for b, p in zip(block, part, strict=True))

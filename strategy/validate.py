@@ -1,4 +1,4 @@
-"""The validator: everything that is wrong with what users wrote, in one error.
+"""The validator: every problem with the strategies of a user, in one error.
 
 Each check yields `Problem`s; `check_strategies` and the two checks of `dataset_strategy` collect them all and
 raise once.
@@ -37,7 +37,7 @@ DATASET_STRATEGIES = ("data_parallel", "full_batch")
 
 
 def parse(strategy: object, mesh: Mesh, shape: Sequence[int]) -> Annotation:
-    """The annotation that `strategy` stands for on a tensor of `shape`. Raises StrategyError with all that is wrong."""
+    """The annotation that `strategy` stands for on a tensor of `shape`. Raises StrategyError with every problem."""
     (annotation,) = check_strategies([("the strategy", shape, strategy)], mesh)
     if annotation is None:
         raise StrategyError("the strategy is None; write one entry per dim, such as (None, None) for a whole tensor")
@@ -55,11 +55,11 @@ def check_strategies(
 ) -> tuple[Annotation | None, ...]:
     """The annotation on `mesh` for each (name, shape, strategy) of `named`; None for a strategy of None.
 
-    A name is what messages call the tensor: "input 'x'", "output 0". With `fully_use_devices`, split counts that
-    leave some but not all devices without a part of their own are wrong too. Slices may be short or empty; tensors
-    named in `chunked` may become DTensors, and must be cut as these are. Tensors named in `varying` have other sizes in
-    other calls: a dim of one element, as a last batch may have, is whole, whatever is written for it. Of tensors named
-    in `addends` ranks may hold addends, as Partial() says.
+    A name identifies the tensor in messages: "input 'x'", "output 0". With `fully_use_devices`, split counts that leave
+    some but not all devices without a part of their own are wrong too. Slices may be short or empty. Tensors named in
+    `chunked` may become DTensors, and must be cut as these are. Tensors named in `varying` have other sizes in other
+    calls: a dim of one element, as in a last batch, stays whole, whatever its strategy says. Tensors named in `addends`
+    may have Partial() placements.
 
     Raises one StrategyError with the problems of all strategies.
     """
@@ -82,7 +82,7 @@ def check_strategies(
 
 
 def _summed(strategy: Any, mesh: Mesh, ndim: int) -> Any:
-    """`strategy` as it is when the addends are added up."""
+    """`strategy` with Replicate for each Partial(sum): the layout after the addends are added up."""
     if form_of(strategy) is not Form.PLACEMENTS or (isinstance(strategy, Layout) and strategy.mesh != mesh):
         return strategy
     read = [read_placement("", placement, ndim) for placement in placements_of(strategy)]
@@ -103,13 +103,13 @@ def _chunk_problems(where: str, shape: tuple[int, ...], annotation: Annotation) 
 
 
 def form_problems(where: str, strategy: object) -> Iterator[Problem]:
-    """Why `strategy` is in none of the notations, which is wrong for any mesh and tensor."""
+    """Why `strategy` is in none of the notations, whatever the mesh and the tensor."""
     if strategy is not None and form_of(strategy) is None:
         yield from _type_problems(where, strategy)
 
 
 def is_one_strategy(value: object) -> bool:
-    """Whether `value`, written in place of a tuple of strategies, is the strategy of one tensor: its entries tell."""
+    """Whether `value`, written in place of a tuple of strategies, is by its entries the strategy of one tensor."""
     if isinstance(value, Layout):
         return True
     return form_of(value) is not None and any(isinstance(entry, int | str) for entry in value)  # type: ignore[attr-defined]
@@ -331,7 +331,7 @@ def _dataset_counts(
 
 
 def check_dataset_form(value: object) -> None:
-    """Check a `dataset_strategy` as far as that goes before the inputs are known. Raises StrategyError."""
+    """Check a `dataset_strategy` as far as possible before the inputs are known. Raises StrategyError."""
     raise_problems("dataset_strategy cannot be met:", _dataset_form_problems(value))
 
 
@@ -372,7 +372,7 @@ def _dataset_form_problems(value: object) -> Iterator[Problem]:
 
 
 def _dataset_limit_problems(value: tuple[tuple[int, ...], ...]) -> Iterator[Problem]:
-    """The two limits of the reference: one split dim per input, and no input split more than that of highest rank."""
+    """The two limits of MindSpore: one split dim per input, and no input split more than that of highest rank."""
     highest = max(range(len(value)), key=lambda i: len(value[i]), default=0)
     for i, counts in enumerate(value):
         split = [dim for dim, count in enumerate(counts) if count > 1]
@@ -407,7 +407,7 @@ def _is_count(count: object) -> bool:
 
 
 def _possible_splits(mesh: Mesh) -> set[int]:
-    """Into how many parts the mesh can split one dim."""
+    """The numbers of parts into which the mesh can split one dim."""
     splits = {1}
     for size in mesh.sizes:
         splits |= {n * size for n in splits}
@@ -415,7 +415,7 @@ def _possible_splits(mesh: Mesh) -> set[int]:
 
 
 def _only_axes(mesh: Mesh, count: int) -> str:
-    """The axes that a split into `count` parts takes, in parentheses, if there is only one choice."""
+    """The axes for a split into `count` parts, in parentheses, if there is only one choice."""
     ways = layouts_of_counts(mesh, (count,))
     return f" ({_axes_text(ways[0].axes_of(0))})" if count > 1 and len(ways) == 1 else ""
 
@@ -436,7 +436,7 @@ def _rename(axis: str, mesh: Mesh) -> str:
 
 
 def _as_tuple(value: object, depth: int = 8) -> object:
-    """`value` with tuples in place of lists, down to the depth of any strategy."""
+    """`value` with tuples in place of lists, down to the greatest depth of a strategy."""
     return tuple(_as_tuple(v, depth - 1) for v in value) if isinstance(value, list | tuple) and depth else value
 
 

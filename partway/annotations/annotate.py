@@ -1,4 +1,4 @@
-"""The layouts that each tensor may have: all statements about a function, checked on a mesh and merged."""
+"""The layouts that each tensor may have: the statements of all sources, checked on a mesh and merged."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from partway.strategy.notation import counted
 
 _SHOWN = 6  # layouts of an annotation that are printed
 
-Layouts = dict[str, tuple[tuple[Layout, ...], str]]  # by name: the layouts allowed, and how they were written
+Layouts = dict[str, tuple[tuple[Layout, ...], str]]  # by name: the allowed layouts, and the strategy as written
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """What `formulate` needs of the annotations: the allowed layouts by name, and the results that may stay split."""
+    """The annotations for `formulate`: the allowed layouts by name, and the results that may stay split."""
 
     allowed: Allowed
     as_it_lies: frozenset[str]
-    parts: int  # into how many the batch is split
-    written: Mapping[str, str]  # by name, every place where a strategy for it stands: one pattern may be of many names
+    parts: int  # the number of parts of the batch
+    written: Mapping[str, str]  # by name, the sources of its strategies; one pattern may match many names
 
     def __str__(self) -> str:
         lines = [
@@ -60,7 +60,7 @@ def annotate(inputs: PlanInputs, mesh: Mesh) -> Annotations:
 
 
 def _checked(inputs: PlanInputs, mesh: Mesh) -> list[tuple[Statement, Annotation]]:
-    """Every statement with the annotation that it is. Raises one StrategyError with all that is wrong."""
+    """Every statement with its annotation. Raises one StrategyError with all problems."""
     graph, algo = inputs.graph, inputs.algo
     problems: list[Problem] = []
     every = statements(inputs, mesh, problems)
@@ -84,8 +84,8 @@ def _checked(inputs: PlanInputs, mesh: Mesh) -> list[tuple[Statement, Annotation
 
 
 def _merged(pairs: Iterable[tuple[Statement, Annotation]]) -> tuple[Layouts, dict[str, str]]:
-    """The layouts that all statements on a tensor allow, and where these stand. Raises StrategyError where there is no
-    such layout."""
+    """The layouts that all statements on a tensor allow, and the sources of the statements. Raises StrategyError if
+    there is no such layout."""
     allowed: Layouts = {}
     written: dict[str, str] = {}
     earlier: dict[str, list[tuple[Statement, Annotation]]] = {}
@@ -96,7 +96,7 @@ def _merged(pairs: Iterable[tuple[Statement, Annotation]]) -> tuple[Layouts, dic
         if problem := _contradiction(one, annotation, others):
             problems.append(problem)
         else:
-            if one.key in allowed:  # not empty: both are the same layout, the same counts, or a layout of the counts
+            if one.key in allowed:  # never empties: equal layouts, equal counts, or a layout of the counts
                 layouts = tuple(layout for layout in layouts if layout in allowed[one.key][0])
             allowed[one.key] = layouts, str(annotation)
             others.append((one, annotation))
@@ -108,7 +108,7 @@ def _merged(pairs: Iterable[tuple[Statement, Annotation]]) -> tuple[Layouts, dic
 def _contradiction(
     one: Statement, annotation: Annotation, others: Iterable[tuple[Statement, Annotation]]
 ) -> Problem | None:
-    """Why not both a statement and each of the others on the same tensor can be met."""
+    """The contradiction between a statement and one of the others on the same tensor, or None."""
     layouts = set(annotation.layouts(one.shape))
     for other, its in others:
         if layouts.isdisjoint(its.layouts(one.shape)):
@@ -118,7 +118,7 @@ def _contradiction(
 
 
 def _of_saved_plan(inputs: PlanInputs, saved: Plan, mesh: Mesh, taken: Collection[str]) -> Layouts:
-    """The layouts of parameters in a saved plan, but of those `taken`, which have strategies. Raises StrategyError."""
+    """The layouts of parameters in a saved plan, except for `taken`, which have strategies. Raises StrategyError."""
     layouts: Layouts = {}
     problems: list[Problem] = []
     title, where = "the plan that strategy_ckpt_config loads does not fit:", "strategy_ckpt_config"
@@ -144,8 +144,7 @@ def _of_saved_plan(inputs: PlanInputs, saved: Plan, mesh: Mesh, taken: Collectio
 
 
 def _of_earlier_plan(inputs: PlanInputs, mesh: Mesh, allowed: Layouts) -> Layouts:
-    """The layouts that parameters have already, which an earlier plan gave them. Raises StrategyError where `allowed`
-    has others."""
+    """The layouts of parameters that an earlier plan has laid out. Raises StrategyError if `allowed` lacks one."""
     fresh = "shard a fresh copy of the module to change the layout of its parameters"
     title = "the parameters have layouts already:"
     others = dict.fromkeys(its.mesh for its in inputs.parameters.values() if its.mesh != mesh)
@@ -173,6 +172,6 @@ def _of_earlier_plan(inputs: PlanInputs, mesh: Mesh, allowed: Layouts) -> Layout
 
 
 def _parts(graph: Graph, allowed: Allowed) -> int:
-    """Into how many parts the annotations split the batch, the first dim of an input."""
+    """The number of parts into which the annotations split the batch, the first dim of an input."""
     ports = [port for port in tensors(graph) if port.name in allowed and shape(port.node)]
     return max((allowed[port.name][0][0].splits(len(shape(port.node)))[0] for port in ports), default=1)

@@ -1,4 +1,4 @@
-"""Which arguments and results of a call the entries of a request speak of."""
+"""The arguments and results of a call to which the entries of a request belong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from partway.strategy.notation import counted
 
 
 def by_argument(fn: Any, strategies: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
-    """The strategy of each argument by name. `present`: the arguments in which a call passes tensors; an argument that
-    is None by default may be missing (labels, in evaluation), and its strategy is then not used."""
+    """The strategy of each argument by name. `present`: the arguments with tensors in a call; an argument that is None
+    by default may be missing (labels, in evaluation), and its strategy is then ignored."""
     if strategies is None:
         return {}
     if isinstance(strategies, Mapping):

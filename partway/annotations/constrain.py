@@ -25,7 +25,7 @@ from partway.strategy.basics.suggest import did_you_mean, there_are
 def constrained_arguments(
     fn: Any, name: str, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], problems: list[Problem]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of `fn`, called `name`, with those marked that `request` has a strategy for."""
+    """The arguments of a call of `fn`, in messages `name`; those with a strategy in `request` are marked."""
     call = flatten_call(fn, args, kwargs)
     by_name = by_argument(fn, request.in_strategy, call.arguments, problems)
     marked = [
@@ -37,7 +37,7 @@ def constrained_arguments(
 
 
 def constrained_results(name: str, request: Request, result: Any, problems: list[Problem]) -> Any:
-    """The result of a call, with those tensors marked that `request` has a strategy for."""
+    """The result of a call; tensors with a strategy in `request` are marked."""
     if request.out_strategy is None:
         return result
     tensors, structure = flatten(result)
@@ -57,8 +57,7 @@ def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
 
 @contextmanager
 def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
-    """A block in which calls of the modules inside `fn` that a module_plan names are constrained; `fn` is captured in
-    it.
+    """A block that captures `fn`, with constraints on calls of the modules inside it that a module_plan names.
 
     Raises StrategyError for patterns that match no module, or only modules that are not called, for two patterns with
     strategies for the same side of a module, and for strategies that do not fit its arguments and results.
@@ -85,7 +84,7 @@ def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
 
 @dataclass
 class _Planned:
-    """What a module_plan has for a module, where that is written, and whether the module was called."""
+    """The strategies that module_plans have for a module, their sources, and whether the module was called."""
 
     path: str
     request: Request
@@ -94,7 +93,7 @@ class _Planned:
 
 
 def _hooked(module: torch.nn.Module, planned: _Planned, problems: list[Problem]) -> Iterator[RemovableHandle]:
-    """Hooks that mark what goes into `module` and comes out of it."""
+    """Hooks that mark the arguments and results of `module`."""
     name = f"module {planned.path!r}"
 
     def add(own_problems: list[Problem]) -> None:
@@ -117,7 +116,7 @@ def _hooked(module: torch.nn.Module, planned: _Planned, problems: list[Problem])
 
 
 def _planned(fn: Any, request: Request, problems: list[Problem]) -> Iterator[tuple[torch.nn.Module, _Planned]]:
-    """Each module inside `fn` that a pattern matches, with what all patterns have for it."""
+    """Each module inside `fn` that a pattern matches, with the strategies of all its patterns."""
     if not isinstance(fn, torch.nn.Module):
         if request.module_plan:
             fix = "annotate its arguments with in_strategy, or shard functions that it calls"

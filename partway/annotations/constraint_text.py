@@ -1,4 +1,4 @@
-"""A strategy as text: the form in which a constraint inside a function travels through the captured graph."""
+"""Strategies as text: the form of a constraint inside a function in its captured graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partway.strategy.notation import Form, form_of, placements_of, read_placeme
 
 
 def constraint_text(where: str, strategy: Any, mesh: Mesh | None, ndim: int) -> str:
-    """A strategy for a tensor of `ndim` dims as JSON, for `partway::constrain`; `constraint_of` reads it.
+    """A strategy for a tensor of `ndim` dims as JSON, for `partway::constrain`, which `constraint_of` reads.
 
     Raises StrategyError for placements that such a tensor cannot have.
     """

@@ -1,4 +1,4 @@
-"""What each process is given of the inputs of a call, as the dataset_strategy says it, beside their in_strategy."""
+"""The part of each input that a process is given, by the dataset_strategy and the in_strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TITLE = "dataset_strategy cannot be met:"
 def given_strategies(
     fn: Any, request: Request, context: ParallelContext, inputs: Sequence[Input], devices: int, problems: list[Problem]
 ) -> list[Any]:
-    """How the dataset_strategy splits each input; None where its in_strategy does, or where it has no dims."""
+    """The strategy of each input by the dataset_strategy; None if it has an in_strategy, or no dims."""
     arguments = list(dict.fromkeys(argument for _, argument, _ in inputs))
     stated = by_argument(fn, request.in_strategy, arguments, [])
     own = [stated.get(argument) for _, argument, _ in inputs]
@@ -52,7 +52,7 @@ def given_strategies(
 def given_splits(
     fn: Any, request: Request, context: ParallelContext, inputs: Sequence[Input], mesh: Mesh | None, devices: int
 ) -> list[tuple[int, ...]]:
-    """Into how many parts each dim of each input is split, of which each process is given one. Raises StrategyError."""
+    """The split counts of the dims of each input, of which each process is given one part. Raises StrategyError."""
     problems: list[Problem] = []
     given = given_strategies(fn, request, context, inputs, devices, problems)
     raise_problems(_TITLE, problems)
@@ -83,12 +83,12 @@ def _splits(where: str, strategy: Any, ndim: int, mesh: Mesh | None, devices: in
         fix = "pass mesh= to shard"
         raise_problems(_TITLE, [Problem(where, f"{strategy!r} names axes, and there is no mesh", fix)])
     assert mesh is not None
-    shape = (mesh.device_num**2,) * ndim  # which every split divides
+    shape = (mesh.device_num**2,) * ndim  # sizes that every split divides
     return parse(strategy, mesh, shape).layouts(shape)[0].splits(ndim)
 
 
 def _batch(strategies: Iterable[Any]) -> list[Any]:
-    """What splits the first dims of inputs."""
+    """The different entries of `strategies` that split the first dims of inputs."""
     found = []
     for strategy in strategies:
         if form_of(strategy) is Form.PLACEMENTS:
@@ -102,7 +102,7 @@ def _batch(strategies: Iterable[Any]) -> list[Any]:
 
 
 def _along(first: Any, ndim: int) -> Any:
-    """The strategy of an input of `ndim` dims that is split along its first dim alone, by what `_batch` gave."""
+    """The strategy that splits an input of `ndim` dims along its first dim only, by an entry from `_batch`."""
     if isinstance(first, tuple) and not all(isinstance(axis, str) for axis in first):
         return first
     return (first, *[1 if isinstance(first, int) else None] * (ndim - 1))

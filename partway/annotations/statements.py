@@ -1,4 +1,4 @@
-"""Every place where a strategy may be written, read as statements on single tensors."""
+"""Every source of strategies, read as statements on single tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from partway.strategy.basics.suggest import did_you_mean, there_are
 
 @dataclass(frozen=True)
 class Statement:
-    """That `source` has `strategy` for one tensor: its key among the allowed layouts, the words for it, its shape."""
+    """The strategy of one tensor by one source. `key`: the tensor's among the allowed layouts; `words`: its name in
+    messages."""
 
     key: str
     words: str
@@ -39,7 +40,7 @@ Source = Callable[[PlanInputs, Mesh, list[Problem]], Iterator[Statement]]
 
 
 def statements(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -> list[Statement]:
-    """The statements of all sources on the tensors of the graph; what is wrong with a source goes to `problems`."""
+    """The statements of all sources on the tensors of the graph; the problems of a source are added to `problems`."""
     every = [one for source in _SOURCES for one in source(inputs, mesh, problems)]
     named = {one.key for one in every}  # a DTensor whose input has a strategy is redistributed
     every += [one for one in _dtensors(inputs) if one.key not in named]
@@ -77,7 +78,7 @@ def _out_strategy(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -> It
 
 
 def _parameter_plans(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -> Iterator[Statement]:
-    """Of the request, and of those of sharded modules inside."""
+    """The statements of parameter plans: of the request, and of those of sharded modules inside."""
     graph = inputs.graph
     ports = parameters(graph)
     names = {**{name: name for name in ports}, **graph.aliases}
@@ -103,7 +104,7 @@ def _parameter_plans(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) ->
 
 
 def _constraints(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -> Iterator[Statement]:
-    """Of what was marked inside the function while it was captured."""
+    """The statements of the marks made inside the function while it was captured."""
     for node in inputs.graph.nodes:
         if node.target is constrain:
             words = f"constraint on {node.args[2]}"
@@ -136,8 +137,8 @@ _SOURCES: tuple[Source, ...] = (_in_strategy, _out_strategy, _parameter_plans, _
 
 
 def dataset_applies(request: Request, context: ParallelContext) -> bool:
-    """Whether inputs are split as the dataset_strategy says, where no in_strategy says so: it was set, or it is that of
-    a semi-auto or auto mode. Where each process has the whole batch, an in_strategy leaves the rest to the search."""
+    """Whether the dataset_strategy splits inputs without an in_strategy: it was set, or the mode is a semi-auto or auto
+    one. If each process has the whole batch and there is an in_strategy, the search decides about the other inputs."""
     mode = context.mode_was_set and context.parallel_mode in _SEARCHING
     return context.gives_parts or (request.in_strategy is None and (mode or context.dataset_was_set))
 
@@ -150,8 +151,8 @@ def _dtensors(inputs: PlanInputs) -> Iterator[Statement]:
 
 
 def _data_parallel(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -> Iterator[Statement]:
-    """parallel_mode="data_parallel": parameters are whole (but for those that enable_parallel_optimizer splits), every
-    input is split along its first dim."""
+    """The statements of parallel_mode="data_parallel": parameters are whole (except for those that
+    enable_parallel_optimizer splits), and every input is split along its first dim."""
     context = inputs.context
     if not context.mode_was_set or context.parallel_mode != ParallelMode.DATA_PARALLEL:
         return

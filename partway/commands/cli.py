@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from partway.strategy.basics.files import FOREIGN, is_foreign, save
 from partway.strategy.errors import PartwayError, RuntimeStateError
 
-# What completion offers. It is said here, since completion does not wait for an import of torch.
+# The words of completion. They are repeated here, because completion must not import torch.
 PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 DEVICES = ("cpu", "cuda")
@@ -26,7 +26,7 @@ CONTENDERS = (
 
 
 def _offers(words: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Completion by these words."""
+    """A completion function that offers these words."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
@@ -45,7 +45,7 @@ class _ScriptOrCommand(TyperGroup):
     """`partway ps train.py` is `partway ps run train.py`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take what is no command for a script, or for the options before it."""
+        """Read arguments that do not begin with a command as those of the default command."""
         if args and args[0] not in self.commands and args[0] not in ("--help", "--install-completion"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -92,10 +92,10 @@ def doctor(
         typer.Option(help="look at this device profile, too: a preset, or a file", autocompletion=_offers(PROFILES)),
     ] = None,
 ) -> None:
-    """Print what this machine offers, what is wrong, and what to do: versions, devices, backends, variables, the cache.
+    """Check versions, devices, backends, variables and the cache of this machine; print problems and their fixes.
 
-    Under a launcher also whether ranks reach each other. Every rank runs it then: rank 0 prints what all found, the
-    others what is wrong with them. The exit status is 1 if anything is wrong; advice does not count.
+    Under a launcher every rank runs it, and checks whether ranks reach each other. Rank 0 prints what all ranks found,
+    the others their own problems. The exit status is 1 if there is a problem; advice does not count.
     """
     from partway.runtime.launching.launchers import launch
 
@@ -116,7 +116,7 @@ def doctor(
         found = met.launch
         if found.rank == 0:
             _print_facts(f"{found.launcher}: {found.size} processes, which meet at {found.where}")
-        if found.rank == 0 or not found.local_rank:  # once on each host
+        if found.rank == 0 or not found.local_rank:  # once per host
             where = "" if found.rank == 0 else f"{platform.node()}: "
             wrong = _print_findings(found.size if found.one_host else 1, profile, where)
         health = reach.check(met, timeout)
@@ -146,7 +146,7 @@ def run(
     logs: Annotated[Path, typer.Option(help="the folder for <run>/rank.N/stdout and stderr")] = Path("log_output"),
     tail: Annotated[list[int] | None, typer.Option(help="show the output of this rank only; may be repeated")] = None,
 ) -> None:
-    """Run a script in several processes, a rank each; torch's elastic launcher starts and watches them."""
+    """Run a script in several processes, one for each rank; torch's elastic launcher starts and watches them."""
     from partway.commands import jobs
 
     job = jobs.LocalJob(script, tuple(arguments or ()), workers, nodes, meet, restarts, logs, tail or None)
@@ -195,7 +195,7 @@ def scale(
         str, typer.Option(help="host:port of the scheduler [that of the environment, or the last job]")
     ] = "",
 ) -> None:
-    """Have a job that runs use more or fewer workers and servers; nothing is started anew."""
+    """Change the number of workers and servers of a running job without restarting it."""
     from partway.ps import jobs
 
     try:
@@ -214,7 +214,7 @@ def manifests(
         typer.Option(help="serve the jobs of this namespace, with rights in it alone [all]; may be repeated"),
     ] = None,
 ) -> None:
-    """Print what installs the operator: kubectl apply -f <(partway operator manifests)."""
+    """Print the manifests that install the operator: kubectl apply -f <(partway operator manifests)."""
     from partway.operator import manifests as written
 
     try:
@@ -249,7 +249,7 @@ def write_job(
 def check(
     files: Annotated[list[typer.FileBinaryRead], typer.Argument(help="yaml with jobs; - reads what is piped in")],
 ) -> None:
-    """Say what is wrong with the yaml of a job. The exit status is 1 if anything is."""
+    """Check the yaml of a job and print its problems. The exit status is 1 if there are any."""
     from partway.operator import manifests as written
 
     wrong = False
@@ -278,13 +278,13 @@ def run_operator(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="log what it watches")] = False,
 ) -> None:
-    """Be the operator: what its Deployment runs. Outside of a cluster it uses your kubeconfig."""
+    """Run the operator, as its Deployment does. Outside of a cluster it uses your kubeconfig."""
     import logging
 
     from partway.operator import shell
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # each try; the operator says what failed
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns at each retry; the operator reports failures itself
     logging.getLogger("partway.operator").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         shell.run(tuple(namespace or ()), lease, health)
@@ -324,11 +324,11 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="where to write the plan, as JSON")] = None,
     html: Annotated[Path | None, typer.Option(help="where to write it as a page, for a browser")] = None,
 ) -> None:
-    """Plan a model of your own, without a script: how it is split, what is sent, and how long a step takes.
+    """Plan your own model without a script, and print its layouts, its communication and the time of a step.
 
-    The function takes no arguments, and returns the model and what it is called with, (model, (x, y)), or the model
-    alone, with --input for each argument. A class of modules will do, too. It is made on the meta device, where it
-    takes no memory, and nothing runs.
+    The function takes no arguments, and returns the model and its arguments, (model, (x, y)), or the model alone, with
+    --input for each argument. It may also be a class of modules. The model is made on the meta device, where it takes
+    no memory, and nothing runs.
 
     partway plan train.py:build --mesh dp=2,tp=4 --in dp,None
     """
@@ -416,7 +416,7 @@ def fusion(
         bool, typer.Option("--quick", help="a small model and few rounds: the times mean nothing")
     ] = False,
 ) -> None:
-    """Train a model data parallel with every fusion policy and with DDP, taking turns, and compare the steps."""
+    """Train a data-parallel model with every fusion policy and with DDP, in turns, and compare their step times."""
     import json as notation
 
     from partway.fusion.timeline import save_chrome_trace
@@ -459,7 +459,7 @@ def diff(
     b: Annotated[Path, typer.Argument(help="another one")],
     rows: Annotated[int, typer.Option(min=0, help="how many lines to show of each pass; 0: all")] = 20,
 ) -> None:
-    """Show how two plans differ: the operators that differ in what each pass left, and in the end a verdict.
+    """Show how two plans differ: the operators that differ after each pass, and a verdict at the end.
 
     A and B are plans that `plan.save` wrote, or folders of PARTWAY_SAVE_GRAPHS: of a call, of a rank, or of a run,
     whose calls are compared by name. The exit status is 0 if nothing differs, 1 if something does, 2 for an error.
@@ -484,7 +484,7 @@ def show(
     out: Annotated[Path | None, typer.Option(help="the page [beside A, as .html]")] = None,
     open: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
 ) -> None:
-    """Make a page of a plan, or of two and what differs: one file, which a browser opens and which fetches nothing."""
+    """Make an HTML page of a plan, or of two plans and their differences: one file, which works offline."""
     import webbrowser
 
     from partway.show.pages import page, page_path
@@ -503,7 +503,7 @@ def show(
 
 
 def check_paths(paths: Mapping[str, Path | None]) -> None:
-    """Raises RuntimeStateError for a path, by what will be written there, that cannot be written."""
+    """Raise RuntimeStateError if a path cannot be written. `paths`: by the kind of file, a key of MARKS."""
     for what, path in paths.items():
         if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
             raise RuntimeStateError(f"cannot write {str(path)!r}; give the path of a file in a folder that exists")
@@ -523,8 +523,8 @@ def _devices() -> list[str]:
 
 
 def _print_findings(processes: int, profile: str | None, where: str = "") -> bool:
-    """Print what is wrong here and what to do. Returns whether anything is, which advice is not. `where`: the host, for
-    those that are not rank 0's."""
+    """Print the findings on this host, and return whether any is a problem and not only advice. `where`: a prefix that
+    names the host, if it is not rank 0's."""
     from partway.doctor.findings import findings
 
     found = findings(processes, profile)

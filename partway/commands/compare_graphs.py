@@ -1,6 +1,6 @@
-"""How two planned calls differ, by the texts that their passes left: `partway diff`.
+"""`partway diff`: the differences of two planned calls, by the saved texts of their passes.
 
-Texts are compared by operators: a line with those that are indented below it. Where source lines stand is not compared.
+Texts are compared operator by operator: a line with those indented below it. Locations in the source are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partway.propagation.plan.report import text
 from partway.strategy.basics.files import read
 from partway.strategy.errors import StrategyError, shown
 
-_PLAN: tuple[str, int] = ("make_plan", 0)  # a name, and how many of that name come before
+_PLAN: tuple[str, int] = ("make_plan", 0)  # a name, and how many files of that name come before
 _NAMED = 6  # operators that a verdict names
 _RANK = re.compile(r"rank_(\d+)(?:\.(\d+))?")
 _WANTED = (
@@ -30,29 +30,29 @@ _WANTED = (
 
 @dataclass(frozen=True)
 class SavedCall:
-    """A planned call. `path`: its folder, or the file of its plan; `head`: how the index of its folder begins."""
+    """A planned call. `path`: its folder, or the file of its plan; `head`: the first words of its folder's index."""
 
     path: Path
     head: str = ""
 
     @property
     def plan(self) -> Plan:
-        """Its plan. Raises StrategyError where there is none."""
+        """Its plan. Raises StrategyError if there is none."""
         if self.head and (failed := self.texts().get((ERROR, 0))):
             why = failed.partition("\n")[0]
             raise StrategyError(f"the call in {shown(str(self.path))} has no plan, since planning it failed: {why}")
         return Plan.load(self.path / PLAN if self.head else self.path)
 
     def texts(self) -> dict[tuple[str, int], str]:
-        """What each pass left, in order. Raises StrategyError for a file that cannot be read."""
+        """The text after each pass, in order. Raises StrategyError for a file that cannot be read."""
         files = sorted(self.path.glob("[0-9]*_*.txt"))
         keys = _numbered(file.stem for file in files)
         return {key: read("a graph from", file).decode(errors="replace") for key, file in zip(keys, files, strict=True)}
 
 
 def saved_calls(path: Path) -> list[SavedCall]:
-    """The calls at `path`, in order: of a plan's file and of a call's folder one, of a run those that its first rank
-    planned last. Raises StrategyError where there are none."""
+    """The calls at `path`, in order: one for a plan's file or a call's folder; for a run, those of its first rank's
+    last process. Raises StrategyError if there are none."""
     if path.is_file():
         return [SavedCall(path)]
     if not path.is_dir():
@@ -74,7 +74,7 @@ def _head(index: Path) -> str:
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Names that begin with a number without it, and how often each has been there."""
+    """Each name without its leading number, with the count of its earlier occurrences."""
     counts = Counter[str]()
     for name in (name.partition("_")[2] for name in names):
         yield name, counts[name]
@@ -82,9 +82,9 @@ def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def compared(a: Sequence[SavedCall], b: Sequence[SavedCall], rows: int = 20) -> tuple[bool, str]:
-    """Whether the calls of two runs are the same, and how they differ, with the first `rows` lines of each pass (0:
-    all). The first call of a name in A belongs to the first in B, then the second; where both have one call, its name
-    does not matter."""
+    """Whether the calls of two runs are the same, and their differences, with the first `rows` lines of each pass (0:
+    all). The first call of a name in A is compared with the first in B, and so on; if both runs have one call, names
+    are ignored."""
     if len(a) == len(b) == 1:
         return _compared(a[0], b[0], rows)
     ours, theirs = (dict(zip(_numbered(call.path.name for call in side), side, strict=True)) for side in (a, b))
@@ -97,7 +97,7 @@ def compared(a: Sequence[SavedCall], b: Sequence[SavedCall], rows: int = 20) -> 
 
 
 def _compared(a: SavedCall, b: SavedCall, rows: int) -> tuple[bool, str]:
-    # a plan's file has nothing but the plan, and level 1 not all that level 2 has
+    # a plan's file has only the plan, and level 1 saves fewer passes than level 2
     ours, theirs = (call.texts() if a.head and b.head else {_PLAN: text(call.plan)} for call in (a, b))
     lines, verdict = [f"A  {a.path}", f"B  {b.path}", ""], ""
     for key in ours | theirs:
@@ -116,12 +116,12 @@ def _compared(a: SavedCall, b: SavedCall, rows: int) -> tuple[bool, str]:
 
 
 def differences(a: str, b: str) -> list[str]:
-    """The operators that differ in two texts: "-" stands before those of the first, "+" before those of the second."""
+    """The operators that differ in two texts, with "-" before those of the first and "+" before those of the second."""
     found = list(unified_diff(operators_in(a), operators_in(b), n=0, lineterm=""))[2:]  # without a head
     return [line for each in found if not each.startswith("@@") for line in each.splitlines()]
 
 
 def strategies(a: str, b: str) -> list[str]:
-    """The operators that two texts of plans have in common, with other strategies."""
+    """The operators in both of two plans' texts that have different strategies."""
     ours, theirs = (dict(re.findall(r"^(\S+): .*\n    # (splits .*?);", of, re.MULTILINE)) for of in (a, b))
     return [name for name, strategy in ours.items() if theirs.get(name, strategy) != strategy]

@@ -1,7 +1,6 @@
 """`partway run`: a script in several processes, on this host or on several.
 
-torch's elastic launcher starts them, watches them and starts them again. Here is where their logs go, and what is said
-when one fails.
+torch's elastic launcher starts, watches and restarts them. This module places their logs, and reports failures.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from partway.strategy.errors import RuntimeStateError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-_PORT = 29400  # the one at which torchrun meets
-_LAST = 5  # lines of a failed rank's stderr that are shown
+_PORT = 29400  # torchrun's default port of the rendezvous
+_LAST = 5  # shown lines of a failed rank's stderr
 
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A script and its arguments, and in how many processes it runs.
+    """A script with its arguments, and the processes that run it.
 
-    workers    on each host
-    hosts      how many
+    workers    the number of processes on each host
+    hosts      the number of hosts
     meet       "host:port" of one of the hosts; "" for one host
     restarts   how often all processes are started again after one failed
-    logs       the folder for a folder of each run, with rank.N/stdout and rank.N/stderr
-    tail       the ranks whose output is shown here, too; None: all
+    logs       the folder with a folder for each run, with rank.N/stdout and rank.N/stderr
+    tail       the ranks whose output is also shown here; None: all
     """
 
     script: Path
@@ -47,11 +46,11 @@ class LocalJob:
 
     @property
     def command(self) -> list[str]:
-        """What each process runs."""
+        """The command line of each process."""
         return [sys.executable, "-u", str(self.script), *self.arguments]
 
     def check(self) -> None:
-        """Raise RuntimeStateError for what cannot be run."""
+        """Raise RuntimeStateError if the job cannot run."""
         if not self.script.is_file():
             raise RuntimeStateError(f"there is no script {str(self.script)!r}; give the path of a Python file")
         for name, count, least in (
@@ -75,14 +74,14 @@ class LocalJob:
 
 
 def commands(job: LocalJob, hosts: Sequence[str]) -> str:
-    """What to start on each of `hosts`, one command for all."""
+    """The command to start on each of `hosts`, the same for all."""
     text = f"partway run --workers {job.workers} --nodes {len(hosts)} --meet {hosts[0]}:{_PORT}"
     text += f" --restarts {job.restarts}" if job.restarts else ""
     return f"start this on each of {', '.join(hosts)}:\n\n    {' '.join([text, str(job.script), *job.arguments])}"
 
 
 def simulate(job: LocalJob, devices: int) -> int:
-    """Run the script alone, on as many virtual devices. Returns its exit status."""
+    """Run the script in one process, on `devices` virtual devices. Returns its exit status."""
     import subprocess
 
     from partway.runtime.launching.launchers import SIMULATE
@@ -93,15 +92,15 @@ def simulate(job: LocalJob, devices: int) -> int:
 
 
 def run(job: LocalJob) -> int:
-    """Run the processes of this host, until all have ended. Returns 0, or the exit status of the first that failed,
-    which it names on stderr. An interrupt ends them all. A signal to end goes to all, which have 30 seconds for it; the
-    status is then that of a process that the signal ended."""
+    """Run the processes of this host until all have ended. Returns 0, or the exit status of the first that failed,
+    which it names on stderr. An interrupt ends them all. A termination signal is passed on to all, which have 30
+    seconds to end; the status is then that of a process that the signal ended."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     folder = _new_folder(job.logs)
-    # the store of the launcher outlives an attempt: the ranks of the next one would find the last one's words in it
+    # the launcher's store outlives an attempt: the ranks of the next one would read stale keys in it
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
     config = LaunchConfig(
@@ -148,7 +147,7 @@ def _logs(folder: Path, tail: Collection[int] | None) -> LogsSpecs:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class Logs(LogsSpecs):
-        """rank.N/stdout and rank.N/stderr in the folder of a run, by global ranks; after a restart stdout.1, ..."""
+        """Logs in rank.N/stdout and rank.N/stderr of a run's folder, by global ranks; after a restart stdout.1, ..."""
 
         @property
         def root_log_dir(self) -> str:

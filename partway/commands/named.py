@@ -1,7 +1,7 @@
-"""What a person names on a command line as `module:function` or `file.py:function`, and what their code raises.
+"""Functions that a person names on a command line, as `module:function` or `file.py:function`, and their exceptions.
 
-The current folder is searched too, as by `python -m`. What their code raises is shown with their own lines only: those
-of Partway, of PyTorch and of Python say nothing about it.
+The current folder is searched too, as by `python -m`. Tracebacks show only the person's own lines, and none of Partway,
+PyTorch or Python.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def find(name: str, what: str = "model") -> Any:
-    """What `name` names. `what` it is for messages.
+    """The object that `name` names. `what`: its kind, for messages.
 
-    Raises RuntimeStateError where there is no such module, file or function, and with the lines of their code where
-    that raises something when it is imported.
+    Raises RuntimeStateError if there is no such module, file or function, and, with the lines of the person's code, if
+    importing it raises.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -64,7 +64,7 @@ def _module(place: str, what: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if f"{place}.".startswith(f"{error.name}."):
             raise RuntimeStateError(f"{cannot}: {error}") from error
-        raise  # of what their module imports
+        raise  # a module that theirs imports is missing
 
 
 def _file(place: str, what: str, name: str) -> ModuleType:
@@ -77,20 +77,20 @@ def _file(place: str, what: str, name: str) -> ModuleType:
     module = module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as `python FILE` does
-    sys.modules.setdefault(path.stem, module)  # what it defines may be looked up by its module's name
+    sys.modules.setdefault(path.stem, module)  # its definitions may be looked up by the module's name
     spec.loader.exec_module(module)
     return module
 
 
 def call(function: Callable[[], T], name: str) -> T:
-    """What a person's function returns. Raises RuntimeStateError with the lines of their code where it raises."""
+    """Call a person's function. Raises RuntimeStateError, with the lines of their code, if it raises."""
     with raising(name):
         return function()
 
 
 @contextmanager
 def raising(where: str) -> Iterator[None]:
-    """The block runs a person's code: what it raises becomes a RuntimeStateError which begins with `where`."""
+    """A block that runs a person's code: an exception becomes a RuntimeStateError that begins with `where`."""
     try:
         yield
     except RuntimeStateError:
@@ -112,7 +112,7 @@ def kind_of(value: object) -> str:
 
 
 def own_lines(error: BaseException) -> str:
-    """The traceback of `error` with the frames of a person's own code only."""
+    """The traceback of `error` with only the frames of the person's own code."""
     told = traceback.TracebackException.from_exception(error)
     told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if _is_theirs(frame.filename)])
     told.__cause__ = told.__context__ = None

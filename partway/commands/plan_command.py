@@ -1,6 +1,6 @@
-"""`partway plan module:function`: the plan of a model of one's own, without a script.
+"""`partway plan module:function`: plan your own model without a script.
 
-The model is built, and planned, on the meta device: it takes no memory, no process group and no second device.
+The model is built and planned on the meta device, without memory for it, a process group or a second device.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the command line says, as it was written.
+    """The arguments of the command line, as text.
 
-    model         module:function or file.py:function; of a function, or of a class of modules, without arguments
+    model         module:function or file.py:function: a function, or a class of modules, without arguments
     mesh          dp=2,tp=4; "": the cheapest that `devices` can form
-    inputs        float32[16,64] of each argument, where the function returns a model alone
-    real          the model and its inputs are made with values, on the CPU
+    inputs        float32[16,64] for each argument, if the function returns only a model
+    real          whether the model and its inputs are made with values, on the CPU
     """
 
     model: str
@@ -51,7 +51,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned: a call of `module`."""
+    """The call of `module` to be planned."""
 
     module: nn.Module
     args: tuple[Any, ...] = ()
@@ -59,10 +59,10 @@ class Model:
 
 
 def planned(asked: CommandLine) -> Plan:
-    """The plan of the model that is asked for. Sets options of the context, as a script does that is one call.
+    """The plan of the model on the command line. Sets options of the context for the whole process.
 
-    Raises StrategyError for what does not parse or cannot be met, RuntimeStateError for a model that is not there or
-    raises, and what `compile` raises.
+    Raises StrategyError for text that does not parse or strategies that cannot be satisfied, RuntimeStateError for a
+    model that is not found or raises, and the errors of `compile`.
     """
     if not asked.mesh and asked.devices is None:
         raise StrategyError("on which devices? write --mesh dp=2,tp=4, or --devices 8 for the cheapest mesh of eight")
@@ -83,7 +83,7 @@ def planned(asked: CommandLine) -> Plan:
             model.module, model.args, model.kwargs, mesh=mesh, in_strategy=inputs or None, out_strategy=outputs or None,
             parameter_plan=parameters or None, inference=asked.inference,
         ).plan  # fmt: skip
-    except TypeError as error:  # the arguments are not those of its forward
+    except TypeError as error:  # the arguments do not fit its forward
         raise RuntimeStateError(f"{asked.model}: {error}") from error
 
 
@@ -95,7 +95,7 @@ def _parameter(text: str) -> tuple[str, Any]:
 
 
 def _strategies(option: str, texts: Sequence[str]) -> Any:
-    """Of arguments: by position, or by name if they have one."""
+    """The strategies of arguments: a tuple by position, or a dict if they have names."""
     named = {name: strategy_of(option, rest) for name, equals, rest in (t.partition("=") for t in texts) if equals}
     if not named:
         return tuple(strategy_of(option, text) for text in texts)
@@ -108,9 +108,9 @@ def _strategies(option: str, texts: Sequence[str]) -> Any:
 
 
 def model_of(asked: CommandLine) -> Model:
-    """The model and the call of it that is planned. Raises RuntimeStateError where it cannot be made."""
+    """The model and its call to be planned. Raises RuntimeStateError if it cannot be made."""
     build = find(asked.model)
-    if isinstance(build, nn.Module):  # a model that the module has made
+    if isinstance(build, nn.Module):  # a model made at import
         return _with_inputs(asked, build)
     _check_parameters(build, asked.model)
     with nullcontext() if asked.real else torch.device("meta"):
@@ -133,7 +133,7 @@ def _called(build: Callable[..., Any], name: str, real: bool) -> str:
 
 
 def _check_parameters(build: Callable[..., Any], name: str) -> None:
-    """Raises RuntimeStateError unless `build` can be called without arguments."""
+    """Raise RuntimeStateError unless `build` can be called without arguments."""
     try:
         signature = inspect.signature(build)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What people write on a command line, as the values that `compile` takes.
+"""Parse the text of a command line into arguments of `compile`.
 
     mesh       dp=2,tp=4             {"dp": 2, "tp": 4}
     strategy   dp,None               ("dp", None)           one entry per dim
@@ -9,8 +9,8 @@
                mask=bool[16]         the same, as the argument `mask`
     bytes      40GB  4e10  inf       40e9  4e10  inf
 
-Only how it is written is looked at here: whether a mesh has an axis, and a tensor as many dims, is checked where
-strategies are.
+This module checks only the syntax. Strategies are checked later: whether the mesh has their axes and the tensor as many
+dims.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def strategy_of(option: str, text: str) -> Strategy:
-    """The strategy that `dp,None` stands for. Raises StrategyError, which says where it stops being one."""
+    """The strategy that `dp,None` stands for. Raises StrategyError, naming the place of the first mistake."""
     if text.strip() == AUTO:
         return None
     if text.replace(" ", "") == "()":
@@ -79,7 +79,7 @@ def _tokens(option: str, text: str) -> Iterator[Token]:
 def _listed(
     option: str, text: str, tokens: list[Token], one: Callable[[str, str, list[Token]], tuple[T, list[Token]]]
 ) -> tuple[list[T], list[Token]]:
-    """What stands between commas, and what follows."""
+    """The items between commas, and the remaining tokens."""
     made: list[T] = []
     while True:
         entry, tokens = one(option, text, tokens)
@@ -90,7 +90,7 @@ def _listed(
 
 
 def _entry(option: str, text: str, tokens: list[Token]) -> tuple[Entry, list[Token]]:
-    """What is written for one dim."""
+    """The entry of one dim, and the remaining tokens."""
     if tokens and tokens[0][0] == "(":
         axes, rest = _listed(option, text, tokens[1:], _axis)
         if not rest or rest[0][0] != ")":

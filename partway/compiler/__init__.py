@@ -1,12 +1,13 @@
 """The compiler's driver: from a call to a plan, and to the programs that ranks run.
 
-driver.py                   what happens to a call, in one function
-passes.py                   the passes between two values of it
-meshes.py                   the meshes that a plan may be made on
-pick_by_step_time.py        of several plans, the one whose step ends first
-replan_within_memory.py     a plan whose program holds no more than the limit
-suggest_what_fits.py        what would do where no plan fits
-captures.py                 captured calls on disk
+driver.py                   the stages of a call, in one function
+passes.py                   the passes, in tables
+meshes.py                   the meshes to plan on
+pick_by_step_time.py        of several plans, the one with the shortest predicted step
+replan_within_memory.py     a plan whose program stays within the memory limit
+suggest_what_fits.py        alternatives if no plan fits
+capture_call.py             the graph of a call; captures.py: captured calls on disk
+compiled.py                 a planned call, which makes its programs at the first access
 planning_lock.py            one thread plans at a time
-graphs_asked.py, graphs_record.py   PARTWAY_SAVE_GRAPHS: what each pass made, in files
+graphs_asked.py, graphs_record.py   PARTWAY_SAVE_GRAPHS: the result of each pass, in files
 """

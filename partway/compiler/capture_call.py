@@ -1,4 +1,4 @@
-"""From a call to its graph: captured now, by way of a capture for all sizes, or from disk."""
+"""From a call to its graph: captured now, made from a capture for all sizes, or loaded from disk."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from partway.strategy.place import on_mesh
 
 @dataclass(frozen=True)
 class CallInputs:
-    """A call that is to be planned, and all that it is planned with.
+    """A call to be planned, and all inputs of its plan.
 
     fn, args, kwargs   the call; its tensors have their global shapes
     request            the arguments of `shard` or `compile`
     context, algo      the options in force
-    processes          how many a launcher started; None in simulation
-    parameters         the layouts that parameters have already
+    processes          the number that a launcher started; None in simulation
+    parameters         the layouts of parameters that have been laid out
     inputs             the layouts of the inputs that are DTensors
-    values             where to find the values that the function asks for
-    late               the answers to the first questions that it asks late
-    memory             the bytes that each device has; None: those of the profile
-    inference          no gradient is taken
-    advised            where nothing fits, what would do is looked for
+    values             looks up the values that the function asks for
+    late               the answers to its first late questions
+    memory             the bytes of each device; None: those of the profile
+    inference          whether no gradient is taken
+    advised            whether the error that nothing fits suggests alternatives
     """
 
     fn: Callable[..., Any]
@@ -68,12 +68,12 @@ class CallInputs:
 
     @property
     def name(self) -> str:
-        """What is called, for people."""
+        """The name of the called function, for messages."""
         return f"{name_of(self.fn)}.forward" if isinstance(self.fn, torch.nn.Module) else name_of(self.fn)
 
     @property
     def given_mesh(self) -> Mesh | None:
-        """The mesh of the call, where one is given: manual functions inside are traced on it."""
+        """The mesh of the call, if one is given; manual functions inside are traced on it."""
         layouts = (*self.inputs.values(), *self.parameters.values())
         meshes = [
             self.request.own_mesh, *(plan.mesh for plan in self.request.plans), *(layout.mesh for layout in layouts)
@@ -82,7 +82,7 @@ class CallInputs:
 
 
 def captured_call(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Captured:
-    """The capture of a call: by way of one for all sizes, or from disk, or made now."""
+    """The capture of a call: made from one for all sizes, loaded from disk, or made now."""
 
     def capture() -> Captured:
         found = sizes and sizes.captured(
@@ -101,7 +101,7 @@ def captured_call(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Ca
 
 
 def capture_call(call: CallInputs, record: Record) -> Captured:
-    """The graph of a call. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
+    """Capture a call now. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
     fn, state, effects = call.fn, *_before_capture(call)
     with _around_capture(call, effects):
         options = _capture_options(call, state)
@@ -116,8 +116,8 @@ def capture_call(call: CallInputs, record: Record) -> Captured:
 
 
 def capture_sizes(call: CallInputs, dims: Dims) -> tuple[AnySize, CaptureOptions, State, Effects]:
-    """The function of a call for all sizes of `dims`, the options of the capture, and what a Captured has beside its
-    graph. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
+    """The function of a call for all sizes of `dims`, the options of the capture, and the state and effects for a
+    Captured. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
     fn, state, effects = call.fn, *_before_capture(call)
     with _around_capture(call, effects):
         options = _capture_options(call, state)
@@ -152,7 +152,8 @@ def _capture_options(call: CallInputs, state: State) -> CaptureOptions:
 def _after_capture(
     fn: Callable[..., Any], state: State, effects: Effects, hooks: CalledHooks, read: tuple[torch.Tensor, ...]
 ) -> State:
-    """What a captured function depends on: `state`, as it is now that hooks may have been added."""
+    """The state on which a captured function depends: `state`, or a new one if the capture has changed or extended
+    it."""
     observers = frozenset(map(id, hooks.observers))
     if effects.kept or observers or read or not state.holds():
         return State(fn, observers, effects.kept, read)
@@ -160,8 +161,8 @@ def _after_capture(
 
 
 def in_inference(fn: Callable[..., Any], request: Request) -> bool:
-    """Whether no gradient is taken of a call of `fn` here and now: the request says so, or torch.inference_mode, or
-    torch.no_grad with a module in evaluation. (Without gradients, but in training, a call runs as the others do.)"""
+    """Whether a call of `fn` takes no gradient here and now: by the request, in torch.inference_mode, or in
+    torch.no_grad with a module in evaluation. (In no_grad, any other function or module uses the plan for training.)"""
     if request.inference or torch.is_inference_mode_enabled():
         return True
     if torch.is_grad_enabled() or not isinstance(fn, torch.nn.Module):

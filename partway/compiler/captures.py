@@ -1,8 +1,8 @@
-"""Captures on disk, so that a second start of a script neither traces its functions nor runs them.
+"""Captures on disk, so that a second start of a script does not trace its functions again.
 
-A capture is found by all that it follows from: the code that the function reaches and what it reads (`state.py`, by
-content: `portable.py`), what the call is like, the options, and the packages that are installed. What cannot be told so
-is captured in each process; the log says why.
+The key of a capture is everything it depends on: the code that the function reaches and the values it reads
+(`state.py`, by content: `portable.py`), the signature of the call, the options, and the installed packages. A function
+for which there is no such key is captured in each process; the log says why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from partway.runtime.launching.process import get_group_size, get_rank
 from partway.runtime.tensors.tracked import TRACKED
 
 _SALTED = "._original_object_hash"  # of transformers' GenerationConfig: a hash that each process salts
-# What code gets its values from that another process may find changed.
+# Names by which code reads values that may differ in another process.
 _OUTSIDE = frozenset({
     "check_output", "cpu_count", "fromfile", "genfromtxt", "gethostname", "getpid", "imread", "input", "load",
     "loadtxt", "memmap", "open", "popen", "read_bytes", "read_text", "urlopen",
@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 def fetch_capture(
     folder: Path, fn: Callable[..., Any], call: Call, options: Sequence[object], capture: Callable[[], Captured]
 ) -> Captured:
-    """The capture of a call of `fn`: from `folder`, if it was made for the same, else what `capture` gives. `options`:
-    what else it follows from, told by its text."""
+    """The capture of a call of `fn`: from `folder`, if there is one with the same key, else by `capture`. `options`:
+    further parts of the key, compared as text."""
     try:
         state, content = _content(fn, call)
     except NotPortableError as error:
@@ -82,13 +82,14 @@ def fetch_capture(
 
 @functools.lru_cache(maxsize=1)
 def installed() -> str:
-    """The packages that are installed, and what devices there are: a library may ask for either."""
+    """The installed packages, and the devices: a library may query either."""
     packages = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
     return f"{packages} {torch.version.cuda} {torch.cuda.device_count()}"
 
 
 def _content(fn: Callable[..., Any], call: Call) -> tuple[State, str]:
-    """What `fn` can read, and a digest of all that a capture of `call` depends on. Raises NotPortableError."""
+    """The state that `fn` can read, and a digest of everything a capture of `call` depends on. Raises
+    NotPortableError."""
     state, reads = _state(fn)
     tensors = [
         (tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, fact(attributes_of(t))) for t in call.tensors
@@ -101,7 +102,7 @@ def _content(fn: Callable[..., Any], call: Call) -> tuple[State, str]:
 
 
 def _state(fn: Callable[..., Any]) -> tuple[State, str]:
-    """What `fn` can read, as it is now, and a digest of it."""
+    """The current state that `fn` can read, and a digest of it."""
     known: tuple[State, str] | None = TRACKED.captured.get(fn) if isinstance(fn, nn.Module) else None
     if known is not None and known[0].holds():
         return known
@@ -114,7 +115,7 @@ def _state(fn: Callable[..., Any]) -> tuple[State, str]:
             names = names_in(code)
             for name in sorted((names.read | names.attributes) & _OUTSIDE):
                 raise NotPortableError(f"what {function.__qualname__} may get from {name}")
-    by_label = defaultdict(list)  # of the same label the order may be another one
+    by_label = defaultdict(list)  # facts of the same label may be in any order
     for label, read in state.facts.items():
         if label.endswith(_SALTED):
             continue
@@ -126,7 +127,7 @@ def _state(fn: Callable[..., Any]) -> tuple[State, str]:
 
 
 def _parameters(fn: Callable[..., Any]) -> Iterator[Any]:
-    """What counts of the parameters and buffers, with the first that shares their memory, and of the modules."""
+    """The facts of the parameters and buffers, with the first tensor that shares their memory, and of the modules."""
     tied: dict[int, str] = {}
     sharing: dict[int, str] = {}
     for name, tensor in state_of(fn).items():

@@ -1,4 +1,4 @@
-"""A function planned for one call, which makes the programs that ranks run when they are first asked for."""
+"""A function planned for one call, which makes the programs of ranks at the first access."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from partway.strategy import Mesh
 class Compiled:
     """A function planned for one signature.
 
-    inputs     what the plan follows from
+    inputs     the inputs of planning
     planned    the plan, and the forward of one rank
-    entry      where it and the programs lie on disk
-    searched   the draft that the plan was made of; searched for again, once, where the plan was on disk
-    state      what the call depends on beside its arguments
-    effects    what the function leaves behind
-    record     what hears the passes
-    name       what the function is called
+    entry      the cache entry on disk of the plan and its programs
+    searched   returns the draft of the plan; a plan from disk is searched for again, once
+    state      the state on which the call depends beside its arguments
+    effects    the side effects of the function
+    record     listens to the passes
+    name       the name of the function
     """
 
     inputs: PlanInputs
@@ -62,7 +62,7 @@ class Compiled:
 
     @property
     def context(self) -> ParallelContext:
-        """The options that it was planned with."""
+        """The options of the call."""
         return self.inputs.context
 
     @property
@@ -77,12 +77,12 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """A strategy for every operator, and what it costs."""
+        """A strategy for every operator, and the costs."""
         return self.planned.plan
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that it was planned on."""
+        """The mesh of the plan."""
         return self.local.mesh
 
     @property
@@ -92,7 +92,7 @@ class Compiled:
 
     @property
     def problem(self) -> SearchProblem:
-        """What the search was given."""
+        """The input of the search."""
         return self.searched().problem
 
     @property
@@ -123,7 +123,7 @@ class Compiled:
             return program
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
-        """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
+        """The backwards of `program_for(wanted)` with delayed reductions, or None if no gradient can wait."""
         with planning(), torch.inference_mode(False):
             name = f"accumulation-{_bits(wanted)}"
             heard = self.record.of_step(name)
@@ -144,5 +144,5 @@ class Compiled:
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:
-    """A name for which outputs are differentiated."""
+    """A name for a set of differentiated outputs."""
     return f"{len(wanted)}-{sum(want << i for i, want in enumerate(wanted)):x}"

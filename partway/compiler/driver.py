@@ -1,12 +1,12 @@
-"""What happens to a call, in one function: `compile_call`.
+"""The stages of planning a call, in one function: `compile_call`.
 
-    capture                 the call as a graph of PyTorch's operators                        capture_call.py
+    capture                 the call as a graph of PyTorch's operators                              capture_call.py
     annotate, formulate     the layouts that annotations allow, and the strategies to choose from   passes.py
-    search                  on every mesh that is possible; by the end of a step; within memory    `search_plan`
-    lower                   the program of one rank                                           passes.py
-    differentiate, fuse     its step, when that is first asked for                            compiled.py
+    search                  on every possible mesh; by the time of a step; within memory            `search_plan`
+    lower                   the program of one rank                                                 passes.py
+    differentiate, fuse     its step, at the first access                                           compiled.py
 
-Plans and programs lie in a cache on disk (cache.py). One thread plans at a time (planning_lock.py).
+Plans and programs are cached on disk (cache.py). One thread plans at a time (planning_lock.py).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from partway.runtime.launching.process import get_rank
 from partway.strategy import Mesh, StrategyError, raise_problems
 from partway.strategy.errors import DoesNotFitError
 
-FAKE_RESULTS = 20_000  # that tracing keeps from one plan to the next; some kB each
+FAKE_RESULTS = 20_000  # kept by tracing from one plan to the next; some kB each
 
 
 def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSizes | None = None) -> Compiled:
-    """Capture a call and plan it: on every mesh that it may be planned on, unless the plan is in the cache. `alike`:
-    the same call as it was planned for training; it is not captured again. `sizes`: what is known of calls of other
-    sizes, by which it may be captured and planned without running the function and without a search."""
+    """Capture a call and plan it on every possible mesh, unless the plan is in the cache. `alike`: the same call,
+    planned for training, whose capture is reused. `sizes`: the calls of other sizes, whose captures and plans may
+    replace a capture and a search for this one."""
     with planning():
         bound_fake_results(FAKE_RESULTS)
         kept = record(call.name)
@@ -80,9 +80,9 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
 
 
 def _planned_as(call: CallInputs, captured: Captured, kept: Record, sizes: CallSizes | None) -> Compiled:
-    """A captured call, planned, with the strategies of a plan for other sizes where there is one that serves."""
+    """Plan a captured call, with the strategies of a plan for other sizes if one applies."""
     if sizes is not None and (plan := sizes.plan(call.inference)) is not None:
-        with contextlib.suppress(StrategyError):  # these sizes may ask for more memory than there is
+        with contextlib.suppress(StrategyError):  # these sizes may need more memory than there is
             return _plan(call, captured, kept, plan)
     compiled = _plan(call, captured, kept)
     if sizes is not None:
@@ -91,8 +91,8 @@ def _planned_as(call: CallInputs, captured: Captured, kept: Record, sizes: CallS
 
 
 def _plan(call: CallInputs, captured: Captured, kept: Record, followed: Plan | None = None) -> Compiled:
-    """A captured call, planned; with the strategies of `followed`, a plan for other sizes, or by a search. Raises
-    StrategyError where these cannot be followed."""
+    """Plan a captured call with the strategies of `followed`, a plan for other sizes, or by a search. Raises
+    StrategyError if the strategies do not apply."""
     context = call.context
     loaded = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     inputs = replace(plan_inputs_of(call, captured.graph, loaded), followed=followed)
@@ -107,7 +107,7 @@ def _plan(call: CallInputs, captured: Captured, kept: Record, followed: Plan | N
             raise
         raise _with_what_fits(error, call, inputs, kept) from None
     if followed is not None:
-        made.cache_clear()  # sizes may be many, and what a search is given is large: it is made again when asked for
+        made.cache_clear()  # there may be many sizes, and a draft is large: it is made again on demand
     kept.planned(planned)
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
@@ -120,15 +120,15 @@ def _plan(call: CallInputs, captured: Captured, kept: Record, followed: Plan | N
 
 
 def search_plan(inputs: PlanInputs, meshes: Sequence[Mesh], around: Around[PlanDraft] = applied) -> Fitted:
-    """Annotate, formulate and search on each of `meshes`, and lower the best: the cheapest plan, the one whose step
-    ends first where that is asked for, searched for again where its program holds more than the limit."""
+    """Annotate, formulate and search on each of `meshes`, and lower the best plan: the cheapest, or under level 2 the
+    one with the shortest step. If its program exceeds the memory limit, the search is repeated."""
     draft = search_on_cheapest_mesh(inputs, meshes, around)
     draft = earliest(draft, around)
     return fitted(draft, around)
 
 
 def plan_inputs_of(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanInputs:
-    """All that the plan of a captured call follows from, but for the mesh."""
+    """All inputs of the plan of a captured call except the mesh."""
     every = rules()
     graph = without_gradients(graph) if call.inference else graph
     return PlanInputs(
@@ -140,7 +140,7 @@ def plan_inputs_of(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanI
         profile=device_profile(graph, call.request, call.context, call.memory),
         rules={node.target: every[node.target] for node in graph.nodes if node.target in every},
         processes=call.processes,
-        parameters=dict(call.parameters),  # as they are now: what is searched again later is the same
+        parameters=dict(call.parameters),  # a copy, so that a later search has the same input
         inputs=dict(call.inputs),
         loaded=loaded,
         replayed=_plan_of(graph, call.request.plans),
@@ -150,7 +150,7 @@ def plan_inputs_of(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanI
 def device_profile(
     graph: Graph, request: Request, context: ParallelContext, memory: float | None = None
 ) -> DeviceProfile:
-    """The figures of the devices that a call is planned for; `memory`: the bytes that each is known to have."""
+    """The figures of the devices of a call; `memory`: the bytes of each, if they are known."""
     device = request.device or ("cuda" if graph.device == "meta" else graph.device)
     profile = profile_of(context.device_profile or device)
     if memory is None:
@@ -160,8 +160,8 @@ def device_profile(
 
 
 def _plan_of(graph: Graph, plans: tuple[Plan, ...]) -> Plan | None:
-    """The one of `plans` that is of `graph`; None if there are none. Raises StrategyError where none of them is, with
-    what differs from the nearest."""
+    """The one of `plans` that was made for `graph`; None if `plans` is empty. Raises StrategyError if none of them was,
+    with the differences from the nearest."""
     if not plans:
         return None
     problems, plan = min(((differences(graph, plan), plan) for plan in plans), key=lambda pair: len(pair[0]))
@@ -171,7 +171,7 @@ def _plan_of(graph: Graph, plans: tuple[Plan, ...]) -> Plan | None:
 
 
 def _entry(inputs: PlanInputs, kept: bool) -> Entry:
-    """Where the plan and its programs are found again, if they are `kept` at all."""
+    """The cache entry of the plan and its programs; on disk only if `kept`."""
     graph, context = inputs.graph, inputs.context
     folder = cache_folder(context.compile_cache_path) if kept and not graph.hooks.by_number else None
     return Entry(
@@ -182,18 +182,18 @@ def _entry(inputs: PlanInputs, kept: bool) -> Entry:
 
 
 def _options(options: ParallelContext | AlgoParameters) -> tuple[Any, ...]:
-    """The options, and which of them were set."""
+    """The options, and the names of those that were set."""
     return options.model_dump(), sorted(options.model_fields_set)
 
 
 def _alternatives(draft: PlanDraft, local: LocalProgram) -> Alternatives:
-    """What the plan of `local`, made of `draft`, is compared with when it is asked to explain."""
+    """The alternatives with which `explain` compares the plan of `local`, made from `draft`."""
     made = outcome(draft.problem, draft.solution, local)
     return Alternatives(draft.problem, made, draft.inputs.context.search_mode, draft.annotations.written)
 
 
 def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs, record: Record) -> DoesNotFitError:
-    """`error`, of a call of which no plan fits, with what would do."""
+    """`error`, that no plan of a call fits, with alternatives that would."""
     meshes, batch = meshes_to_try(inputs), batch_of((call.args, call.kwargs))
 
     def with_part(part: int) -> Fitted:
@@ -206,7 +206,7 @@ def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs
         roomy = replace(inputs, algo=inputs.algo.model_copy(update={"memory_limit": limit}))
         return fitted(search_on_cheapest_mesh(roomy, meshes))
 
-    # on other devices than those that there are a plan of this call, or tensors that lie on them, say nothing
+    # a given plan, or tensors that are laid out already, cannot be used on other devices
     free = inputs.replayed is None and not inputs.parameters and not inputs.inputs
     in_time = InTime()
     least = least_limit(error, within, in_time)
@@ -218,7 +218,7 @@ def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs
 
 
 def _fits(plan: Callable[[], Any]) -> bool:
-    """Whether `plan` makes one. A model may refuse another batch, and a mesh a strategy, in any way of its own."""
+    """Whether `plan` returns a plan. A model may reject another batch, or a mesh a strategy, with any exception."""
     try:
         return bool(plan())
     except Exception:

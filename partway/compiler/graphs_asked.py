@@ -1,4 +1,4 @@
-"""What the environment asks to be saved of each planned call."""
+"""The environment variables that select the graphs to save of each planned call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from partway.strategy.errors import ContextError
 
-_PREFIXES = ("PARTWAY_SAVE_GRAPHS", "MS_DEV_SAVE_GRAPHS")  # the second is the reference's
+_PREFIXES = ("PARTWAY_SAVE_GRAPHS", "MS_DEV_SAVE_GRAPHS")  # the second is MindSpore's
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be saved: of the main stages (level 1) or of every pass (2), in which folder, and whether every rank's
-    or that of rank 0 alone."""
+    """The graphs to save: those of the main stages (level 1) or of every pass (2), in `folder`, of every rank or only
+    of rank 0."""
 
     level: int
     folder: Path
@@ -23,8 +23,8 @@ class Asked:
 
 
 def asked(environment: Mapping[str, str] | None = None) -> Asked | None:
-    """What the environment asks for; None if it asks for nothing. Raises ContextError for a value that means nothing,
-    and for two variables that contradict each other."""
+    """The graphs that the environment asks to save; None for none. Raises ContextError for an invalid value, and for
+    two variables that contradict each other."""
     env = os.environ if environment is None else environment
     level = _either("", env)
     if level in ("", "0"):

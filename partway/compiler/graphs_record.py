@@ -1,7 +1,7 @@
-"""What hears the passes of one planned call, and writes `str()` of what each made, where that is asked for.
+"""The record of one planned call: listens to the passes and, on request, writes `str()` of the result of each.
 
-The files of a call are in a folder of its own, `rank_0/000_Net.forward`. A folder is always new, so that nothing is
-written over, and no link is followed: where `rank_0` is there already, that of a new process is `rank_0.1`.
+Each call has its own folder, such as `rank_0/000_Net.forward`. Folders are always new, so that no file is overwritten
+and no link is followed: if `rank_0` exists, a new process uses `rank_0.1`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from partway.strategy import RuntimeStateError
 from partway.strategy.basics.files import reason
 from partway.strategy.notation import counted
 
-HEAD = "partway graphs 2"  # how an index begins
+HEAD = "partway graphs 2"  # the first words of an index
 INDEX, PLAN, ERROR = "index.txt", "plan.json", "error"
 _MAIN = ("trace", "prune", "lower", "make_plan", "fuse", ERROR)  # the passes of level 1
 _LOADED = "loaded from the cache: "
 
 
 class Record:
-    """Hears the passes of one call. `folder`: where files are written, None for nowhere; `level`: see `asked`."""
+    """Listens to the passes of one call. `folder`: for the files, None for no files; `level`: see `asked`."""
 
     def __init__(self, folder: Path | None = None, level: int = 0) -> None:
         self.hears = folder is not None  # a capture that is loaded has no passes
         self._folder, self._level = folder, level
         self._count = itertools.count()
-        self._known: tuple[int, Counter[str]] = (0, Counter())  # of the graph before: its text, hashed, and operators
+        self._known: tuple[int, Counter[str]] = (0, Counter())  # of the last graph: its text, hashed, and operators
         self._made_plan = self._planned = False
         self._write(INDEX, f"{HEAD}, level {level}: {folder.name if folder else ''}\n")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """All of planning is in the block."""
+        """A block that contains all of planning, to record its error."""
         try:
             yield
         except Exception as error:
@@ -60,17 +60,17 @@ class Record:
             raise
 
     def capturing(self, each: capture.Pass, module: fx.GraphModule, inputs: Sequence[Port]) -> None:
-        """Runs a pass of capture, which changes `module` in place."""
+        """Run a pass of capture, which changes `module` in place, and record its result."""
         if not self._known[0]:
             self.left("trace", lambda: text_of(module.graph, named(inputs)))
         capture.applied(each, module, inputs)
         self.left(each.__name__, lambda: text_of(module.graph, named(inputs)))
 
     def planning(self, around: Around[PlanDraft]) -> Around[PlanDraft]:
-        """What runs a pass from annotations to the plan, as `around` does."""
+        """`around` for the passes of PLANNING, and records their results."""
 
         def heard(each: Pass, draft: PlanDraft) -> PlanDraft:
-            if self._planned:  # somebody asks for an explanation
+            if self._planned:  # a later search, for an explanation
                 return around(each, draft)
             try:
                 after = around(each, draft)
@@ -78,7 +78,7 @@ class Record:
                 said = f"{type(error).__name__}: {error}"
                 self.left(each.name, lambda: said, f"on {draft.mesh}: ")
                 raise
-            text = report.text if each.makes == "plan" else str  # a person who prints a plan wants less
+            text = report.text if each.makes == "plan" else str  # printing a plan shows less
             self.left(each.name, lambda: text(getattr(after, each.makes)), f"on {draft.mesh}: ")
             self._made_plan = self._made_plan or each.makes == "plan"
             return after
@@ -86,7 +86,7 @@ class Record:
         return heard if self.hears else around
 
     def planned(self, planned: Planned) -> None:
-        """The plan of the call, whether it was made or loaded."""
+        """Record the plan of the call, whether made or loaded."""
         if not self.hears:
             return
         self._planned = True
@@ -97,11 +97,12 @@ class Record:
             self._write(PLAN, planned.plan.model_dump_json(indent=1) + "\n")
 
     def of_step(self, name: str) -> StepRecord:
-        """What hears the passes of one step; `name`: "" for that of a usual call."""
+        """The record of the passes of one step; `name`: "" for that of a usual call."""
         return StepRecord(self, name)
 
     def left(self, name: str, text: Callable[[], str], note: str = "") -> None:
-        """The pass `name` left a value with this text: note what changed, and write it if the level asks for it."""
+        """Record that the pass `name` made a value with this text: note the changes, and write it if the level asks
+        for it."""
         with self._unharmed():
             if self._folder is None:
                 return
@@ -112,7 +113,7 @@ class Record:
             self._write(INDEX, f"{file:<28}  {note}{changed or 'nothing changed'}\n", "a")
 
     def _changed(self, name: str, text: str) -> str:
-        """What a pass changed: of a graph which operators came and went, of other values the first line."""
+        """The changes by a pass: the operators added to and removed from a graph; of other values the first line."""
         (known, before), after = self._known, calls_in(text)
         if name == "make_plan" or not after:
             return text.partition("\n")[0]
@@ -130,38 +131,38 @@ class Record:
 
     @contextmanager
     def _unharmed(self) -> Iterator[None]:
-        """What goes wrong in the block is a warning. Where a file cannot be written, no other is tried."""
+        """A block whose exceptions become warnings. If a file cannot be written, no other one is tried."""
         try:
             yield
-        except Exception as error:  # a graph that cannot be shown is no reason not to train
+        except Exception as error:  # a graph that cannot be printed must not stop training
             assert self._folder is not None
             _warn(self._folder, error)
             self._folder = None if isinstance(error, OSError) else self._folder
 
 
 class StepRecord:
-    """Hears the passes of one step. `name`: with which the names of its files begin."""
+    """Listens to the passes of one step. `name`: the prefix of its files."""
 
     def __init__(self, record: Record, name: str) -> None:
         self._record, self._prefix, self._note = record, name and f"{name}.", _LOADED
 
     def around(self, each: Pass, draft: StepDraft) -> StepDraft:
-        """Runs a pass."""
+        """Run a pass and record its result."""
         after = applied(each, draft)
         self._note = ""
-        if each.makes == "step":  # a program may be one of several, which `made` has together
+        if each.makes == "step":  # a program may be one of several, which `made` records together
             self._record.left(self._prefix + each.name, lambda: str(after.step))
         return after
 
     def made(self, made: Program | Accumulation | None) -> None:
-        """What came of the passes, whether they ran or it was loaded."""
+        """Record the result of the passes, whether made or loaded."""
         if made is not None:
             self._record.left(f"{self._prefix}fuse", lambda: str(made), self._note)
 
 
 def record(name: str) -> Record:
-    """What hears the passes of the next call, of a function called `name`, as the environment asks. Raises ContextError
-    for variables that mean nothing."""
+    """The record of the next call, of the function `name`, by the environment. Raises ContextError for variables with
+    invalid values."""
     if (wanted := asked()) is None or ((rank := _own_rank()) and not wanted.every_rank):
         return Record()
     try:
@@ -172,16 +173,17 @@ def record(name: str) -> Record:
 
 
 def _own_rank() -> int:
-    """The rank of this process; of one that has not met the others, what its launcher says."""
+    """The rank of this process; before the process group exists, that by its launcher."""
     if dist.is_initialized():
         return dist.get_rank()
-    with suppress(RuntimeStateError):  # whoever has to know says so
+    with suppress(RuntimeStateError):  # others report it
         return (found.rank or 0) if (found := launch()) else 0
     return 0
 
 
 def _call_folder(path: Path, name: str) -> Path:
-    """A new folder for the next call of this process, in one that is at `path` or, where that is taken, beside it."""
+    """A new folder for the next call of this process, in the folder `path` or, if that exists, in a new one beside
+    it."""
     with JOB.lock:
         key = os.getpid(), path
         if key not in JOB.folders or not JOB.folders[key][0].is_dir():
@@ -199,7 +201,7 @@ def _call_folder(path: Path, name: str) -> Path:
 
 
 def _warn(where: Path, error: Exception) -> None:
-    """Say that graphs cannot be saved."""
+    """Warn that graphs cannot be saved."""
     why = reason(error) if isinstance(error, OSError) else f"{error!r:.300}"
     warnings.warn(
         f"graphs cannot be saved in {where} ({why}); planning goes on. Set PARTWAY_SAVE_GRAPHS_PATH to a folder that "

@@ -18,10 +18,11 @@ from partway.strategy.notation import Form, counts_of, forms_of_entry
 
 def meshes_to_try(inputs: PlanInputs) -> list[Mesh]:
     """The meshes that a call may be planned on: the one given (to `shard`, by a saved plan, or inside the function);
-    else that of the layouts which parameters already have; else every mesh of the devices on which the int strategies
-    can be written, or only the coarsest where operators follow data parallelism by default.
+    else that of parameters that have been laid out; else every mesh of the devices on which the int strategies can be
+    written, or only the coarsest one in the modes other than auto_parallel.
 
-    Raises StrategyError where there is no mesh and no number of devices, or another number than that of the processes.
+    Raises StrategyError if there is neither a mesh nor a number of devices, and RuntimeStateError if the mesh does not
+    fit the number of processes.
     """
     request, context, processes = inputs.request, inputs.context, inputs.processes
     constraints = [constraint_of(str(node.args[1])) for node in inputs.graph.nodes if node.target is constrain]
@@ -62,7 +63,7 @@ def meshes_to_try(inputs: PlanInputs) -> list[Mesh]:
 
 
 def _is_counts(strategy: Any, devices: int) -> bool:
-    """Whether a strategy is split counts that can be written; the validator refuses what cannot."""
+    """Whether a strategy is split counts that some mesh can write; the validator rejects others."""
     if not isinstance(strategy, tuple) or not strategy:
         return False
     if not all(Form.INTS in forms_of_entry(entry) for entry in strategy):

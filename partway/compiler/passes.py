@@ -3,9 +3,9 @@
     annotate ─▶ formulate ─▶ search ─▶ lower ─▶ make_plan      differentiate ─▶ recompute ─▶ ... ─▶ separate ─▶ fuse
     └──────────────────── PLANNING ──────────────────────┘     └──────────────────── STEP ────────────────┘
 
-A pass is a row of one of two tables, `PLANNING` and `STEP`. It reads a draft, which is frozen, and gives one value that
-can be printed; the draft with that value is what the next pass reads. A pass asks nothing but its draft, so the same
-draft always makes the same plan. Whoever wants to watch (`verified`, `timed`) stands around each pass: see `Around`.
+A pass is a row of one of two tables, `PLANNING` and `STEP`. It reads a draft, which is frozen, and makes one printable
+value; the next pass reads the draft with that value. A pass depends only on its draft, so equal drafts make equal
+plans. Observers (`verified`, `timed`) wrap each pass: see `Around`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from partway.requests.planning_log import stage
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.basics.afterwards import uncollected
 
-RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
-GROUP_SHARE = 0.01  # of a memory limit: the most that a group of collectives is by itself
-_LATER: Any = None  # what a pass has yet to make
+RESERVED = 0.06  # of a device's memory: for the driver, communication buffers and the allocator's gaps
+GROUP_SHARE = 0.01  # of a memory limit: the largest group of collectives by itself
+_LATER: Any = None  # a field that a later pass makes
 
 
 @dataclass(frozen=True)
 class PlanDraft:
-    """A plan of `inputs` on `mesh` in the making. `below`: what a plan on another mesh costs; a dearer one is of no
-    use. `found`: what the search mode finds by itself, where that was asked. The other fields are made by the passes of
-    PLANNING."""
+    """An unfinished plan of `inputs` on `mesh`. `below`: the cost of a plan on another mesh, an upper bound for the
+    search. `found`: the solution of the search mode, without bound and fates, if FINDING ran. The passes of PLANNING
+    make the other fields."""
 
     inputs: PlanInputs
     mesh: Mesh
@@ -76,8 +76,8 @@ class PlanDraft:
 
 @dataclass(frozen=True)
 class StepDraft:
-    """The step of a plan in the making: its backward starts from the outputs marked in `wanted`. `planned` are those
-    that the plan has a backward of. The other fields are made by the passes of STEP."""
+    """An unfinished step of a plan: its backward starts from the outputs marked in `wanted`. `planned` marks the
+    outputs for which the plan has a backward. The passes of STEP make the other fields."""
 
     inputs: PlanInputs
     local: LocalProgram
@@ -90,8 +90,7 @@ class StepDraft:
 
 @dataclass(frozen=True)
 class Planned:
-    """What is kept of a plan: the program of one rank, the plan that people read, and into how many parts the batch is
-    split."""
+    """The result of planning: the program of one rank, the plan for people, and the number of parts of the batch."""
 
     local: LocalProgram
     plan: Plan
@@ -103,8 +102,8 @@ D = TypeVar("D", PlanDraft, StepDraft)
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass: the value that `run` makes of a draft becomes the draft's field `makes`. `check` raises VerifyError where
-    a draft that has it is malformed."""
+    """A pass: `run` makes a value from a draft, which becomes the draft's field `makes`. `check` raises VerifyError if
+    the draft with it is malformed."""
 
     name: str
     makes: str
@@ -121,7 +120,7 @@ def applied(each: Pass, draft: D) -> D:
 
 
 def verified(each: Pass, draft: D) -> D:
-    """As `applied`, and raises VerifyError where the pass made what is malformed."""
+    """As `applied`, and raises VerifyError if the result of the pass is malformed."""
     draft = applied(each, draft)
     each.check(draft)
     return draft
@@ -130,7 +129,7 @@ def verified(each: Pass, draft: D) -> D:
 def timed(
     seconds: dict[str, float], around: Around[D] = applied, clock: Callable[[], float] = time.perf_counter
 ) -> Around[D]:
-    """As `around`, and adds to `seconds`, by the names of passes, how long each took by `clock`."""
+    """As `around`, and adds the time of each pass, by `clock`, to `seconds`, by the pass's name."""
 
     def timing(each: Pass, draft: D) -> D:
         start = clock()
@@ -143,7 +142,7 @@ def timed(
 
 
 def run(passes: Iterable[Pass], draft: D, around: Around[D] = applied) -> D:
-    """`draft` after all of `passes`, each of which `around` runs."""
+    """`draft` after all of `passes`, each run by `around`."""
     for each in passes:
         with stage(each.name):
             draft = around(each, draft)
@@ -183,14 +182,14 @@ LOWERING = (
         "lower", "local", lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
         lambda draft: verify_program(draft.local),
     ),
-    Pass("make_plan", "plan", _make_plan, lambda draft: verify(draft.inputs.graph)),  # no pass has changed it
+    Pass("make_plan", "plan", _make_plan, lambda draft: verify(draft.inputs.graph)),  # passes must not change the graph
 )  # fmt: skip
 PLANNING = (*ANNOTATING, *SEARCHING, *LOWERING)
 
 
 def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around[PlanDraft] = applied) -> Planned:
-    """The plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError where annotations cannot be met, or
-    memory does not suffice."""
+    """The plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError if annotations cannot be satisfied,
+    or memory does not suffice."""
     with uncollected():
         return lowered(search_on_mesh(inputs, mesh, math.inf, around), around)
 
@@ -199,8 +198,8 @@ def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around[PlanDraft] = app
 def search_on_cheapest_mesh(
     inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft] = applied
 ) -> PlanDraft:
-    """The draft, up to its solution, of the cheapest plan on any of `meshes`, on the first of them that has it. A mesh
-    on which an annotation cannot be met is passed over; raises the first one's StrategyError where that is so on all.
+    """The draft, up to its solution, of the cheapest plan on any of `meshes`; of equal plans, that on the first mesh. A
+    mesh on which an annotation cannot be satisfied is skipped; if all are, raises the StrategyError of the first.
     """
     best: PlanDraft | None = None
     refused: StrategyError | None = None
@@ -215,12 +214,12 @@ def search_on_cheapest_mesh(
     if best is None:
         assert refused is not None
         raise refused
-    return replace(best, below=math.inf, found=None)  # whoever searches on from here has no other mesh in mind
+    return replace(best, below=math.inf, found=None)  # later searches are on this mesh only
 
 
 def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft]) -> Sequence[PlanDraft]:
-    """The drafts on `meshes`. In a mode that finds plans quickly these are found, and the cheapest comes first: what
-    takes longer, the bound and the fates, is then asked for on one mesh."""
+    """The drafts on `meshes`. In a heuristic mode, solutions are found first and sorted by cost, so that the slow
+    parts, the bound and the fates, are computed on one mesh only."""
     starts = [PlanDraft(inputs, mesh, settings_of(inputs, mesh)) for mesh in meshes]
     given = inputs.replayed is not None or inputs.followed is not None
     if len(starts) == 1 or given or SEARCHES[inputs.context.search_mode].exact:
@@ -228,12 +227,12 @@ def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft
     for i, start in enumerate(starts):
         with contextlib.suppress(StrategyError):
             starts[i] = run((*ANNOTATING, *SEARCHING[:1], FINDING), start, around)
-    costs = {start.mesh: f"{start.found.cost:.9e}" if start.found else "inf" for start in starts}  # equal but for noise
+    costs = {start.mesh: f"{start.found.cost:.9e}" if start.found else "inf" for start in starts}  # without noise
     return sorted(starts, key=lambda start: float(costs[start.mesh]))
 
 
 def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around[PlanDraft] = applied) -> PlanDraft:
-    """The draft of a plan on `mesh` up to its solution. The search is repeated with other settings where an operator
+    """The draft of a plan on `mesh`, up to its solution. The search is repeated with other settings if an operator
     cannot run on its part of the batch."""
     return _searched(PlanDraft(inputs, mesh, settings_of(inputs, mesh), below), around)
 
@@ -253,14 +252,14 @@ def _searched(draft: PlanDraft, around: Around[PlanDraft]) -> PlanDraft:
 
 
 def lowered(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Planned:
-    """The plan of a draft that has its solution, and the program of one rank."""
+    """The plan of a draft with a solution, and the program of one rank."""
     with uncollected(), none_of_all_modules():
         draft = run(LOWERING, draft, around)
     return Planned(draft.local, draft.plan, draft.annotations.parts)
 
 
 def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
-    """What the search needs to know of the options, and of the rules that users wrote."""
+    """The settings of a search, by the options and the rules of users."""
     context, algo = inputs.context, inputs.algo
     modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
@@ -285,8 +284,8 @@ def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
 
 
 def memory_limit(asked: float | None, profile: DeviceProfile) -> float | None:
-    """The bytes that a plan may hold on a device: those that a person asked for, or what the device has, less what is
-    reserved. None: any number, which is asked for as inf."""
+    """The bytes that a plan may hold on a device: `asked`, or by default the device's memory less the reserved share.
+    None, if `asked` is inf: no limit."""
     if asked is None:
         return profile.memory * (1 - RESERVED)
     return None if math.isinf(asked) else asked
@@ -296,12 +295,13 @@ def memory_limit(asked: float | None, profile: DeviceProfile) -> float | None:
 
 
 def _differentiate(draft: StepDraft) -> Step:
-    """With the backward of every output that the plan has one of, if those that are wanted can be separated from it."""
+    """The step with the backward of every planned output, if the wanted ones can be separated from it; else of the
+    wanted ones."""
     return differentiate(draft.local, draft.planned if _is_separable(draft) else draft.wanted)
 
 
 def _is_separable(draft: StepDraft) -> bool:
-    """Whether the wanted outputs are some of those that the plan has a backward of."""
+    """Whether the wanted outputs are some, but not all, of those for which the plan has a backward."""
     pairs = zip(draft.wanted, draft.planned, strict=True)
     return (
         any(draft.wanted) and draft.wanted != draft.planned and all(planned or not wanted for wanted, planned in pairs)
@@ -331,8 +331,8 @@ def _fuse(draft: StepDraft) -> Program:
 
 
 def small_groups(policies: FusionPolicies, limit: float | None) -> FusionPolicies:
-    """`policies` of which auto makes groups of no more than a hundredth of the memory limit that a person set: two
-    groups of weights, and what is sent of them, are there beside what the plan counts."""
+    """`policies` in which auto makes groups of at most a hundredth of the memory limit that a user set: two groups of
+    weights and their send buffers take memory that the plan does not count."""
     if limit is None or limit * GROUP_SHARE >= AUTO_MB * MB:
         return policies
     small = Fusion(FusionMode.SIZE, max(1, int(limit * GROUP_SHARE / MB)))
@@ -370,20 +370,20 @@ def make_step(
 
 
 def make_step_again(inputs: PlanInputs, local: LocalProgram, parts: int, wanted: tuple[bool, ...]) -> Step:
-    """The step of `local`, whose outputs marked in `wanted` are differentiated more than once, up to its fusion."""
+    """The step of `local`, up to its fusion; the outputs marked in `wanted` are differentiated more than once."""
     draft = StepDraft(inputs, local, parts, wanted, wanted)
     with own_saved_tensors(), uncollected(), none_of_all_modules():
         return run(DIFFERENTIATING_AGAIN, draft, applied).step
 
 
 def fused(draft: StepDraft, around: Around[StepDraft] = applied) -> Program:
-    """The program of a draft that has its step."""
+    """The program of a draft with a step."""
     with uncollected():
         return run(FUSING, draft, around).program
 
 
 def accumulated(draft: StepDraft, around: Around[StepDraft] = applied) -> Accumulation | None:
-    """The backwards of a draft that has its step, with reductions that wait, or None if no gradient can wait."""
+    """The backwards of a draft with a step, with delayed reductions, or None if no gradient can wait."""
     parts = accumulation(draft.step)
     if parts is None:
         return None
@@ -392,5 +392,6 @@ def accumulated(draft: StepDraft, around: Around[StepDraft] = applied) -> Accumu
 
 
 def own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
-    """Keeps the caller's hooks, as those of activation checkpointing, off what is only traced."""
+    """A block in which the caller's hooks on saved tensors, such as those of activation checkpointing, do not run:
+    its operators are only traced."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,12 +1,13 @@
-"""The plan whose step is predicted to end first: what `shard(..., level=2)` asks for.
+"""The plan with the shortest predicted step, for `shard(..., level=2)`.
 
-A search minimises a sum, of what operators and collectives take. A step ends earlier, as far as collectives run while
-operators compute, and as far as those of parameters are sent in groups, which wait once. How far is known once the step
-is made and its schedule played. So plans are searched for at several prices of a second of communication, in which the
-collectives of parameters wait for nothing; the step of each is made and played, and the one that ends first is taken.
+A search minimises a sum: the times of operators and collectives. A step is shorter than the sum, because collectives
+overlap with operators, and because those of parameters are sent in groups with one latency each. The difference is
+known only after the step is made and its schedule simulated. So the search runs at several prices of a second of
+communication, without the latencies of parameters' collectives; the step of each plan is made and simulated, and the
+shortest one wins.
 
-With computing C and communication M on lanes of their own a step ends after max(C, M), which is at least
-(C + p M) / (1 + p) for every price p. So each of these searches proves a bound: what its optimum costs, over 1 + p.
+With computation C and communication M on separate lanes, a step takes at least max(C, M), which is at least
+(C + p M) / (1 + p) for every price p. So each of these searches proves a bound: the cost of its optimum over 1 + p.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from partway.propagation.problem.problem import Settings
 from partway.propagation.search.solution import Ends
 
 PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of computing
-ROUNDING = 1 - 1e-9  # an end that is no earlier than that is the same
+ROUNDING = 1 - 1e-9  # a relative difference below this does not count
 
 
 def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft:
-    """Under level 2 the draft, up to its solution, of the plan that ends first among those found at some prices of
-    communication, on the mesh of `draft`, which has its solution. Under other levels, and where a plan was given,
-    `draft` itself."""
+    """Under level 2, the draft, up to its solution, of the plan with the shortest step among `draft` and those found at
+    several prices of communication on its mesh. Under other levels, or if a plan was given, `draft` itself."""
     inputs = draft.inputs
     if inputs.request.level != Level.SPEED.value or inputs.replayed is not None or inputs.followed is not None:
         return draft
@@ -45,12 +45,12 @@ def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft
 
 
 def _priced(draft: PlanDraft, price: float) -> Settings:
-    """The settings of `draft` with this price of communication, and with parameters in groups."""
+    """The settings of `draft` with this price of communication, and parameters in groups."""
     weights = draft.settings.weights
     priced = replace(weights, wire=price * weights.wire, latency=price * weights.latency)
     return replace(draft.settings, weights=priced, grouped=True)
 
 
 def _end_of(draft: PlanDraft, around: Around[PlanDraft]) -> float:
-    """When the step of a draft that has its solution is predicted to end, in seconds from its beginning."""
+    """The predicted seconds of the step of a draft with a solution."""
     return program_of(draft, lowered(draft, around)).schedule.seconds

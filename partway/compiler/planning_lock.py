@@ -1,9 +1,9 @@
-"""One thread plans at a time, and meanwhile no sharded call runs in another.
+"""One thread plans at a time, while no sharded call runs in another thread.
 
-What a capture changes, it changes for the whole process: PyTorch's tracers replace methods of nn.Module and Function,
-modules have other forwards and fake parameters for a while, warnings and loggers are silent, and garbage is not
-collected. So a planner is alone: it waits for the sharded calls that run, those that come later wait for it, and a plan
-that two of them need is made once. As with torch.compile, plain calls of other threads do not wait.
+A capture changes state of the whole process: PyTorch's tracers replace methods of nn.Module and Function, modules have
+other forwards and fake parameters for a while, warnings and loggers are silenced, and garbage collection is off. So a
+planner waits for running sharded calls, later ones wait for it, and a plan that two of them need is made once. As with
+torch.compile, plain calls of other threads do not wait.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from partway.propagation.torch_internals import without_dispatch_modes
 from partway.strategy.basics.afterwards import afterwards
 
 _PAUSE = 0.0005  # seconds
-_LONG = 60.0  # seconds that a planner waits for the calls of other threads before it says so
+_LONG = 60.0  # seconds that a planner waits for the calls of other threads before it warns
 
 _lock = RLock()
 _planner: int | None = None  # the thread that plans
-calls: dict[int, int] = {}  # how many sharded calls, one inside another, run in each thread
+calls: dict[int, int] = {}  # the number of nested sharded calls running in each thread
 
 
 def begin_call(thread: int, outer: int) -> None:
-    """A sharded call begins in this `thread`, inside of `outer` others, once no other thread plans. What ends it sets
-    `calls[thread]` to `outer` again, in one statement, which no interrupt (Ctrl-C) can cut in two."""
-    calls[thread] = outer + 1  # before it is asked who plans; a planner says so before it asks for calls
+    """Begin a sharded call in this `thread`, inside `outer` others, once no other thread plans. To end the call, set
+    `calls[thread]` to `outer`: a single statement, which no interrupt (Ctrl-C) can split."""
+    calls[thread] = outer + 1  # before reading `_planner`; a planner sets that before it reads `calls`
     while _planner is not None and _planner != thread:
         calls[thread] = 0
         with _lock:
@@ -39,7 +39,8 @@ def begin_call(thread: int, outer: int) -> None:
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """No other thread is in such a block or in a sharded call. The calls that this thread is in rest meanwhile."""
+    """A block during which no other thread is in such a block or in a sharded call. The calls of this thread are
+    suspended meanwhile."""
     me = get_ident()
     resting = calls.get(me, 0)
 
@@ -58,7 +59,7 @@ def planning() -> Iterator[None]:
 
 
 def _wait_for_calls(planner: int) -> None:
-    """Return when no sharded call runs in another thread. (It looks again and again: a call signals nothing.)"""
+    """Wait until no sharded call runs in another thread. (It polls, since calls do not signal their end.)"""
     start, warned = time.monotonic(), False
     while others := [thread for thread, count in calls.copy().items() if count and thread != planner]:
         time.sleep(_PAUSE)
@@ -77,7 +78,7 @@ def _set(planner: int | None) -> None:
 
 
 def _renew() -> None:
-    """In a forked process, where the other threads do not exist."""
+    """Reset the state in a forked process, which lacks the other threads."""
     global _lock  # noqa: PLW0603 - the lock that one of them held would never be released
     _lock = RLock()
     _set(None)

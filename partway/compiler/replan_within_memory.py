@@ -1,8 +1,8 @@
-"""The plan of a search whose step keeps to the memory limit.
+"""A plan whose step stays within the memory limit.
 
-What a step holds beside what the search counts - groups of collectives under way, most of all - is known once the step
-is made. So near the limit the step is made, and what it holds is read off its graphs; where that is too much, the
-search is done again, and told at which operators that is.
+The search does not count all memory of a step, above all that of groups of collectives in flight; it is known only
+after the step is made. So near the limit the step is made and its memory is computed from its graphs; if it is too
+much, the search is repeated with the excess at each operator.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from partway.propagation.program.step import Step
 from partway.runtime.executors.peak import moments, peak
 from partway.strategy.errors import DoesNotFitError
 
-NEAR = 0.9  # of the limit: from there on what the search counts may be too little
-TRIES = 6  # searches of which each knows of more that is held than the one before
-AT_OPERATORS = 3  # of these the first, in which that is known of the operators at which it is held; then of all
+NEAR = 0.9  # of the limit: from here on the count of the search may be too small
+TRIES = 6  # searches, each with more uncounted memory than the one before
+AT_OPERATORS = 3  # the first of these, in which it is added at the operators that hold it; later at all operators
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan, and the draft with the solution that it was made of."""
+    """A plan, and the draft with its solution."""
 
     draft: PlanDraft
     planned: Planned
 
 
 def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
-    """The plan of a draft that has its solution, or of another search with less room where the step of the plan would
-    hold more than the limit. A plan that was given is as it is. Raises DoesNotFitError where no search finds one."""
+    """The plan of a draft with a solution or, if its step would exceed the limit, of another search with less room. A
+    given plan stays as it is. Raises DoesNotFitError if no search finds one that fits."""
     first, planned = draft, lowered(draft, around)
     limit, least = draft.settings.memory_limit, math.inf
     if limit is None or planned.plan.memory.total < NEAR * limit:
@@ -62,14 +62,14 @@ def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
 
 
 def program_of(draft: PlanDraft, planned: Planned) -> Program:
-    """The program of the plan that was made of a draft, with the backward of all that has one."""
-    with torch.inference_mode(False):  # which would record no gradients
+    """The program of the plan of a draft, with the backward of every differentiable output."""
+    with torch.inference_mode(False):  # inference mode would record no gradients
         return fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph)))
 
 
 def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: Around[PlanDraft]) -> PlanDraft:
-    """`draft` searched again, now that it is known what its step holds `beside`. What plans cost at least with more
-    room they cost with less."""
+    """`draft` searched again with the uncounted memory `beside` of its step. The bound of the first search stays valid:
+    less room cannot make plans cheaper."""
     problem = draft.problem
     known = beside if problem.beside is None else np.maximum(problem.beside, beside)
     draft = run(SEARCHING[1:], replace(draft, problem=replace(problem, beside=known)), around)
@@ -78,7 +78,7 @@ def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: 
 
 
 def memory_of(plan: Plan, step: Step) -> Memory:
-    """What a rank holds at the peak of the step of a plan, as its graphs have it."""
+    """The memory of a rank at the peak of a plan's step, by its graphs."""
     at, known = peak(step), plan.memory
     return Memory(
         parameters=known.parameters, optimizer=known.optimizer, inputs=known.inputs, gradients=at.gradients,
@@ -88,14 +88,14 @@ def memory_of(plan: Plan, step: Step) -> Memory:
 
 
 def _beside(draft: PlanDraft, plan: Plan, step: Step) -> Floats:
-    """Bytes that a rank holds in the forward or backward of each vertex beside what the search has counted."""
+    """The bytes, in the forward or backward of each vertex, that a rank holds and the search has not counted."""
     always = plan.memory.parameters + plan.memory.optimizer + plan.memory.inputs
     held: dict[str, float] = {}
     name, most = "", 0.0
     for moment in moments(step):
         most = max(most, always + moment.held)
         again = moment.phase == "backward" and computed_again(moment.node)
-        if again or not operator_of(moment.node):  # it counts for what comes next, as groups of collectives do
+        if again or not operator_of(moment.node):  # its memory counts for the next operator, as that of groups does
             continue
         name = operator_of(moment.node)
         held[name], most = max(held.get(name, 0.0), most), 0.0

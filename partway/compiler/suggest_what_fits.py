@@ -1,4 +1,4 @@
-"""What would do where no plan keeps to the memory limit: more devices, or a smaller batch, each found by planning
+"""Alternatives if no plan stays within the memory limit: more devices or a smaller batch, each found by planning
 again."""
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from partway.strategy.errors import DoesNotFitError
 
 MORE_DEVICES = (2, 4, 8, 16)  # times as many, along one axis
 HALVINGS = 6  # of a batch
-HIGHER = 8  # limits that are tried, each higher than the one before
-PATIENCE = 120.0  # seconds after which nothing else is tried
+HIGHER = 8  # limits to try, each higher than the one before
+PATIENCE = 120.0  # seconds after which no other plan is tried
 
 
 class InTime:
-    """Whether there is time to try another plan, of so many seconds from now on; `over` once there was none."""
+    """A time limit of `seconds` from now for trying plans; `over`: whether it was found to have passed."""
 
     def __init__(self, seconds: float = PATIENCE) -> None:
         self._end, self.over = time.monotonic() + seconds, False
 
     def __call__(self) -> bool:
-        """Whether there is time."""
+        """Whether there is time left."""
         self.over = self.over or time.monotonic() > self._end
         return not self.over
 
@@ -39,8 +39,8 @@ def what_fits(
     fits_with: Callable[[int], bool],
     in_time: InTime,
 ) -> str:
-    """What would do, as a sentence: the smallest larger mesh that `fits_on` says yes to, and the largest part of
-    `batch` that `fits_with` says yes to."""
+    """The alternatives, as a sentence: the smallest larger mesh for which `fits_on` is true, and the largest part of
+    `batch` for which `fits_with` is; "" if nothing was tried."""
     mesh = next((mesh for mesh in itertools.takewhile(lambda _: in_time(), _larger(meshes)) if fits_on(mesh)), None)
     on_none = bool(meshes) and not in_time.over
     part = next(
@@ -59,7 +59,7 @@ def what_fits(
 
 
 def least_limit(error: DoesNotFitError, within: Callable[[float], Any], in_time: InTime) -> float:
-    """The bytes of the smallest plan that `within` makes: what `error` says, or more where that limit is not enough."""
+    """The bytes of the smallest plan that `within` makes: those of `error`, or more if they are not enough."""
     for _ in range(HIGHER):
         if not in_time():
             break
@@ -89,12 +89,12 @@ def _parts(batch: int) -> Iterator[int]:
 
 
 def batch_of(tree: Any) -> int | None:
-    """The size of the batch of a call: of the first dim of its first tensor. None where no tensor has a dim."""
+    """The batch size of a call: the first dim of the first tensor that has dims. None if no tensor has any."""
     return next((len(tensor) for tensor in _tensors(tree) if tensor.dim()), None)
 
 
 def with_batch(tree: Any, batch: int, part: int) -> Any:
-    """The arguments of a call, of whose tensors those with a first dim of `batch` have `part` of it."""
+    """The arguments of a call with tensors whose first dim is `batch` cut to `part` of it."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or len(value) != batch:

@@ -1,7 +1,7 @@
 """The engine behind a sharded function or module: plans each signature of it once, and runs its calls.
 
-A call like the last one only runs (guard.py says whether it is). Another one is looked up by its signature, and by
-what the function asked of values and reads beside its arguments (courses.py); the first of its kind is planned.
+A call like the last one, by its guard (guard.py), only runs. Any other is looked up by its signature, the answers to
+the function's questions about values and the state that it reads (courses.py); the first of its kind is planned.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _log = logging.getLogger("partway")
 
 
 class LastCall(NamedTuple):
-    """What ran the last call, and what tells whether a call is like it."""
+    """The runner of the last call, and the guard that compares a call with it."""
 
     guard: Guard
     courses: Courses[Runner]
@@ -70,7 +70,7 @@ class LastCall(NamedTuple):
 
 
 def attached_engine(module: Any) -> Engine:
-    """The engine of a module that is known to be sharded: every call asks for it."""
+    """The engine of a module known to be sharded; it is fast, because every call reads it."""
     engine: Engine = module.__dict__[ATTRIBUTE]
     return engine
 
@@ -80,32 +80,32 @@ class Engine:
 
     fn             the function or module
     request        the arguments of `shard`
-    own_dtensors   the names of the parameters that were DTensors before: the user laid them out
-    waiting        the gradients whose reduction is put off (no_sync)
-    last           what ran the last call
+    own_dtensors   the names of the parameters that the user laid out, as DTensors
+    waiting        the gradients with delayed reductions (no_sync)
+    last           the runner of the last call, with its guard
     """
 
     def __init__(self, fn: Callable[..., Any], request: Request, layouts: Mapping[str, Layout] | None = None) -> None:
-        """`layouts`: those of the parameters that are DTensors."""
+        """Make an engine without plans. `layouts`: those of the parameters that are DTensors."""
         self.fn, self.request, self.own_dtensors = fn, request, frozenset(layouts or ())
         self.waiting = Waiting()
         self.last: LastCall | None = None
         self._planned: PlannedCalls[Signature, Runner] = PlannedCalls()
-        # of the parameters: those of DTensors, and those that a plan has split
+        # the layouts of parameters that are DTensors or that a plan has laid out
         self._layouts: dict[str, Layout] = dict(layouts or {})
         self._settled: set[str] = set()
-        self._left_alone: set[str] = set()  # parameters that a plan for training did not lay out, as tied ones
+        self._left_alone: set[str] = set()  # parameters that no plan for training lays out, such as tied ones
         self._refused = False
         self._told_of_transforms = False
-        self.searched = 0  # plans that no plan for other sizes was followed for
-        self._copies: WeakSet[Engine] = WeakSet()  # made before there was a plan: they are laid out by it, too
+        self.searched = 0  # the number of plans made by a search and not from a plan for other sizes
+        self._copies: WeakSet[Engine] = WeakSet()  # of copied modules, which are laid out with this one
         self._materialized: Compiled | None = None
-        self._asks = Asks()  # of every plan so far: signatures have the answers
+        self._asks = Asks()  # of every plan so far; signatures contain the answers
         self._sizes = Sizes(request.sizes) if request.dynamic is not False else None
         self._numbers = Numbers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """A copy of the module plans anew."""
+        """The engine of a copy of the module, which makes its own plans."""
         return self.renewed(copy.deepcopy(self.fn, memo))
 
     def __reduce__(self) -> Any:
@@ -117,8 +117,8 @@ class Engine:
         return Engine, (self.fn, self.request)
 
     def renewed(self, fn: Callable[..., Any]) -> Engine:
-        """A new engine with the same request, for `fn`, a copy. Its parameters lie as those of the original do, so that
-        an average of these can follow them: from now on or, if there is no plan yet, from the first."""
+        """A new engine with the same request for `fn`, a copy. Its parameters have the layouts of the original's, also
+        those of later plans, so that a moving average can follow them."""
         copied = Engine(fn, self.request, {name: self._layouts[name] for name in self.own_dtensors})
         copied._layouts, copied._settled = dict(self._layouts), set(self._settled)
         self._copies.add(copied)
@@ -132,11 +132,12 @@ class Engine:
 
     @property
     def refused(self) -> bool:
-        """Whether every call so far was refused before there was a plan."""
+        """Whether there were calls, and all were refused before a plan was made."""
         return self._refused and not self._planned
 
     def latest(self) -> Compiled:
-        """What runs the last call, or the call that `materialize` was given. Raises RuntimeStateError before both."""
+        """The plan and programs of the last call, or of the call given to `materialize`. Raises RuntimeStateError
+        before either."""
         compiled = self.last.runner.compiled if self.last else self._materialized
         if compiled is None:
             raise RuntimeStateError(
@@ -145,7 +146,7 @@ class Engine:
         return compiled
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
-        """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
+        """Run one call: sharded, as a constraint (inside another capture), or plainly (stand_alone)."""
         original = plain or self.fn
         context = current()
         if under_way().planned is self:
@@ -172,8 +173,8 @@ class Engine:
             calls[thread] = outer
 
     def _whole(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call inside of a transform as it is, on whole parameters: a plan is of the tensors that a transform has
-        wrapped."""
+        """Run a call inside a transform without sharding, on whole parameters: a plan cannot take the wrapped tensors
+        of a transform."""
         if not self._told_of_transforms:
             self._told_of_transforms = True
             name = name_of(self.fn)
@@ -186,11 +187,11 @@ class Engine:
             return original(*args, **kwargs)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
-        """Run a call split, with what ran the last one if it is like it."""
+        """Run a sharded call, reusing the last runner if its guard holds."""
         last = self.last
         tensors = last.guard.admits(args, kwargs, context) if last else None
         if last is not None and last.runner.own and placing(self._mesh).any_rank(tensors is None, self.fn):
-            tensors = None  # another rank has a part of another shape
+            tensors = None  # the part of another rank has a new shape
         if tensors is None or last is None:
             return self._first(args, kwargs, context)
         guard, courses, runner = last
@@ -208,7 +209,7 @@ class Engine:
         self, guard: Guard, courses: Courses[Runner], runner: Runner, tensors: Sequence[Tensor],
         args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
     ) -> Any:  # fmt: skip
-        """Run a call, and again on another of its courses where this one assumed wrong answers."""
+        """Run a call, and run it again on another course whenever this one assumed wrong answers."""
         while True:
             try:
                 return runner(tensors)
@@ -222,7 +223,7 @@ class Engine:
             self.last = LastCall(guard, courses, runner)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
-        """Run a call that is unlike the last one."""
+        """Run a call that differs from the last one."""
         if isinstance(self.fn, torch.nn.Module) and not all(t.is_meta for t in flatten((args, kwargs))[0]):
             check_materialized(self.fn)
         try:
@@ -255,11 +256,11 @@ class Engine:
         maker = PartInitialiser(layouts, place, settings, tensors[0].device, context.random_numbers)
         with torch.inference_mode(False):  # training may follow
             materialize(self.fn, maker, init)
-        self.last = None  # it holds what the tensors were
+        self.last = None  # it holds the old tensors
         self._materialized = compiled
 
     def planned_only(self, args: tuple[Any, ...]) -> Compiled:
-        """What runs the call of `args` in inference. It is planned, and not run."""
+        """Plan the call of `args` in inference without running it."""
         context = current()
         if stands_alone(context):
             raise StrategyError("there is no plan in stand_alone mode; set another mode")
@@ -291,7 +292,8 @@ class Engine:
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
     ) -> tuple[Courses[Runner], Runner, Call]:
-        """What runs a call, among all that run calls of its signature; planned if it is the first of its course."""
+        """The courses of a call's signature, the runner of the call, planned if it is the first of its course, and the
+        call, flat."""
         if isinstance(self.fn, torch.nn.Module):
             self._adopt_added(self.fn, placing(self._mesh))
         given = call = flatten_call(self.fn, args, kwargs)
@@ -315,18 +317,18 @@ class Engine:
             return courses, runner, replace(counting, tensors=(*given.tensors, *counting.tensors[len(given.tensors) :]))
 
     def _wholes(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Call:
-        """A call, flat, with tensors of the global shape for those of which this process is given its part."""
+        """A call, flat, with tensors of the global shape in place of those of which this process has a part."""
         first = FirstCall(self.fn, self.request, flatten_call(self.fn, args, kwargs), context)
         return placing(self._mesh).with_wholes(first, self._mesh)
 
     @property
     def _mesh(self) -> Mesh | None:
-        """The mesh that was given, or that parameters lie on."""
+        """The mesh of the request, or that of laid-out parameters."""
         meshes = [self.request.own_mesh, *(layout.mesh for layout in self._layouts.values())]
         return next((mesh for mesh in meshes if mesh is not None), None)
 
     def _calls_like(self, call: Call, context: ParallelContext) -> tuple[Call, Signature, Courses[Runner]]:
-        """A call, with tensors for the numbers that change, its signature, and what runs calls of this."""
+        """A call with changing numbers replaced by tensors, its signature, and the courses of that."""
         while True:
             counting = self._numbers.of(call)
             key = self._signature(counting, context)
@@ -337,8 +339,8 @@ class Engine:
     def _counting(
         self, call: Call, counting: Call, key: Signature, courses: Courses[Runner], context: ParallelContext
     ) -> tuple[Runner, Call, Signature, Courses[Runner]]:
-        """What runs a call with numbers that change, for which none of the `courses` serves: a new one or, where there
-        is no graph for all numbers, a plan for these numbers alone."""
+        """The runner of a call with changing numbers that fits none of the `courses`: a new one or, if no graph serves
+        all numbers, one for these numbers alone."""
         alone = self._signature(call, context)
         own = self._planned.find(self.fn, alone)
         if not own or self._course(own, call.tensors) is None:
@@ -350,7 +352,7 @@ class Engine:
         return self._course(own, call.tensors) or self._planned_for(own, call, context, alone), call, alone, own
 
     def _planned_for(self, courses: Courses[Runner], call: Call, context: ParallelContext, key: Signature) -> Runner:
-        """A plan for a call of the signature `key` that none of the `courses` runs."""
+        """A new runner for a call of the signature `key` that fits none of the `courses`."""
         if courses:
             return self._new_course(courses, call, context)
         return self._of_new_signature(courses, call, context, key)
@@ -358,7 +360,7 @@ class Engine:
     def _of_new_signature(
         self, courses: Courses[Runner], call: Call, context: ParallelContext, key: Signature
     ) -> Runner:
-        """Plan a call of which no like was planned; of others, calls of other sizes count."""
+        """Plan the first call of a signature, with the help of calls of other sizes."""
         known = self._planned.signatures
         sizes = self._sizes.of(call, key, known) if self._sizes is not None and not call.numbers else None
         runner = self._new_course(courses, call, context, sizes=sizes)
@@ -371,7 +373,7 @@ class Engine:
     def _course(
         self, courses: Courses[Runner], tensors: Sequence[Tensor], late: Sequence[Answer] = ()
     ) -> Runner | None:
-        """What runs a call of `tensors`; None if no earlier call had the same answers."""
+        """The runner of a call of `tensors`; None if no earlier call had the same answers."""
         return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late, tensors)
 
     def _new_course(
@@ -382,12 +384,12 @@ class Engine:
         with planning():
             runner = self._plan(call, context, late, sizes)
             courses.add(runner, name_of(self.fn))
-        if any(question.draws for question, _ in runner.asked):  # planning drew for nothing, as it always does
+        if any(question.draws for question, _ in runner.asked):  # planning restored the generator: draw again
             self._course(courses, call.tensors)
         return runner
 
     def _signature(self, call: Call, context: ParallelContext) -> Signature:
-        """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
+        """Everything a plan depends on. Of parameters these are the facts that may change: flags, dtypes and shapes."""
         tensors = tuple(
             (tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t), fact(attributes_of(t)))
             for t in call.tensors
@@ -407,7 +409,7 @@ class Engine:
         )
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer], sizes: CallSizes | None) -> Runner:
-        """Capture and plan a call, and lay out the parameters as the first plan of each says."""
+        """Capture and plan a call, and lay out the parameters; the first plan with a parameter decides its layout."""
         place, inputs = placing(self._mesh), inputs_on(call, self._mesh)
         first = FirstCall(self.fn, self.request, call, context)
         args, kwargs = place.whole_call(first)
@@ -439,14 +441,14 @@ class Engine:
         with meanwhile(planned=self):
             inference, trained = in_inference(self.fn, self.request), None
             if inference and self._not_laid_out():
-                with contextlib.suppress(DoesNotFitError):  # then it is for inference alone
+                with contextlib.suppress(DoesNotFitError):  # the plan is then for inference only
                     trained = planned(inference=False, advised=False)
                 self._left_alone |= self._not_laid_out()
             compiled = planned(inference, trained)
         return Runner(self.fn, compiled, place, call.own, self.waiting)
 
     def _not_laid_out(self) -> frozenset[str]:
-        """The parameters that are still to be laid out for training, which may follow a call in inference."""
+        """The parameters without a layout for training, which may follow a call in inference."""
         if self.request.inference or not isinstance(self.fn, torch.nn.Module):
             return frozenset()
         state, known = state_of(self.fn), self._settled | self._left_alone
@@ -455,7 +457,7 @@ class Engine:
 
     def _settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout], place: Placing) -> None:
         """Lay out the parameters that no earlier plan laid out."""
-        # not what functional_call gave for this call
+        # without the plain tensors of functional_call, which are for this call only
         own = {name for name, tensor in state_of(module).items() if isinstance(tensor, torch.nn.Parameter)}
         fresh = {name: layout for name, layout in layouts.items() if name in own - self._settled}
         place.settle(module, fresh)
@@ -466,8 +468,8 @@ class Engine:
                 copied._settle(copied.fn, fresh, place)
 
     def _adopt_added(self, module: torch.nn.Module, place: Placing) -> None:
-        """Lay out the parameters that `module` got since it was sharded: where they took the place of others, as these;
-        else the next plan does."""
+        """Lay out the parameters added to `module` since it was sharded: as those that they replaced, if the layout
+        fits. The next plan lays out the others."""
         mesh = next((layout.mesh for layout in self._layouts.values()), self.request.own_mesh)
         known: dict[str, Layout] = {}
         for name in place.adopt_added(module, mesh):
@@ -480,7 +482,7 @@ class Engine:
         place.settle(module, known)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inside a capture: mark the arguments and results that were annotated, and go on."""
+        """Run a call inside a capture, marking annotated arguments and results."""
         name, problems = name_of(self.fn), list[Problem]()
         args, kwargs = constrained_arguments(self.fn, name, self.request, args, kwargs, problems)
         raise_problems(f"the constraint {name} cannot be met:", problems)
@@ -493,12 +495,12 @@ def _called(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
 
 
-# A call inside what torch.compile compiles, which is not looked into.
+# A sharded call inside a function that torch.compile compiles: Dynamo does not trace it.
 uncompiled: Any = torch.compiler.disable(_called, reason="a sharded call is planned and compiled by Partway")
 
 
 def is_transformed_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is inside of a transform of torch.func, or one of its tensors has a tangent of forward mode."""
+    """Whether a call is inside a transform of torch.func, or one of its tensors has a forward-mode tangent."""
     if in_transform():
         return True
     if forward_level() < 0:
@@ -508,5 +510,5 @@ def is_transformed_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def stands_alone(context: ParallelContext) -> bool:
-    """Whether the user chose stand_alone: everything runs as if `shard` were not there."""
+    """Whether the user chose stand_alone, which runs everything without sharding."""
     return context.mode_was_set and context.parallel_mode == ParallelMode.STAND_ALONE

@@ -1,9 +1,9 @@
-"""Parameters on the meta device get memory and values: each rank its part, with the numbers of one device.
+"""Give parameters on the meta device memory and values: each rank its part, with the same numbers as on one device.
 
-Modules are initialised one after another, inner ones first, as `Module.apply` goes through them. What initialises one
-is captured (`propagation/capture/initialisers.py`) and planned for the layouts that its parameters have, so that a rank
-computes its parts. What cannot be captured runs on whole tensors on every rank, one module at a time, and each rank
-keeps its part.
+Modules are initialised one after another, inner ones first, in the order of `Module.apply`. An initialiser is captured
+(`propagation/capture/initialisers.py`) and planned for the layouts of its parameters, so that a rank computes only its
+parts. One that cannot be captured runs on whole tensors on every rank, one module at a time, and each rank keeps its
+part.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _listed(named: Mapping[str, Tensor]) -> str:
 
 
 def materialize(module: nn.Module, maker: PartInitialiser, init: Init | None) -> None:
-    """Give the parameters and buffers of `module` that are on the meta device memory and values. Raises
-    RuntimeStateError if no initialiser writes one of them; those that are left are then unchanged."""
+    """Give the parameters and buffers of `module` on the meta device memory and values. Raises RuntimeStateError if no
+    initialiser writes one of them, which then stays unchanged."""
     missing = on_meta(module)
     names: dict[int, str] = {id(tensor): name for name, tensor in missing.items()}
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -64,7 +64,7 @@ def materialize(module: nn.Module, maker: PartInitialiser, init: Init | None) ->
     written: set[str] = set()
     for path, inner, run in _initialisers(module, init):
         prefix = f"{path}." if path else ""
-        inside: dict[str, str] = {}  # from a tensor's own name to the first one that it has in `inner`
+        inside: dict[str, str] = {}  # from a tensor's name in the model to its first one in `inner`
         aliases: dict[str, str] = {}
         for name, own in canonical.items():
             if name.startswith(prefix):
@@ -84,7 +84,7 @@ def materialize(module: nn.Module, maker: PartInitialiser, init: Init | None) ->
 def _initialisers(
     module: nn.Module, init: Init | None, path: str = ""
 ) -> Iterator[tuple[str, nn.Module, Callable[[], object]]]:
-    """What initialises each module, inner ones first: `init`, or that of transformers, or the module's own."""
+    """Each module with its path and initialiser, inner ones first: `init`, or that of transformers, or its own."""
     by_model = getattr(module, "_init_weights", None)
     inherited = init or (by_model if callable(by_model) else None)
     for name, child in module.named_children():
@@ -99,13 +99,13 @@ def _initialisers(
 
 @dataclass(frozen=True)
 class _Initialiser:
-    """What initialises one module.
+    """The initialiser of one module.
 
     run       the function
-    module    what it initialises
-    names     the names in the model of the tensors that lack memory, by those in `module`
-    aliases   further names in `module` of some of these, each with the first one
-    written   the names in the model of all that has values already
+    module    the module that it initialises
+    names     the names in the model of the tensors without memory, by those in `module`
+    aliases   further names of these in `module`, each with the first one
+    written   the names in the model of the tensors that have values already
     """
 
     run: Callable[[], object]
@@ -121,7 +121,7 @@ class _Initialiser:
 
     @property
     def valued(self) -> list[str]:
-        """The names in `module` of the tensors that an inner module's initialiser has written."""
+        """The names in `module` of the tensors that the initialiser of an inner module has written."""
         return sorted(name for name, own in self.names.items() if own in self.written)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -133,11 +133,11 @@ class _Initialiser:
 class PartInitialiser:
     """Runs initialisers for the parts of this process.
 
-    layouts          those of parameters, by name; what is not in it is replicated
-    place            where it runs
+    layouts          those of parameters, by name; other tensors are replicated
+    place            the Placing of this process
     settings         of the search that plans an initialiser
-    device           where the tensors will be
-    random_numbers   how they are drawn
+    device           the device of the new tensors
+    random_numbers   the option of that name
     """
 
     layouts: Mapping[str, Layout]
@@ -147,12 +147,11 @@ class PartInitialiser:
     random_numbers: RandomNumbers
 
     def make(self, one: _Initialiser) -> set[str]:
-        """Give the tensors that `one` initialises memory and values. Returns the names in the model of those that it
-        wrote."""
+        """Give the tensors of `one` memory and values. Returns the names in the model of those that it wrote."""
         replicated = Layout.replicated(self.settings.mesh)
         layouts = {name: self.layouts.get(own, replicated) for name, own in one.names.items()}
         graph: Graph | None = None
-        with contextlib.suppress(RuntimeError, VerifyError):  # what depends on values cannot be captured
+        with contextlib.suppress(RuntimeError, VerifyError):  # code that depends on values cannot be captured
             graph = initial(one.run, one.module, one.fresh, one.valued, one.aliases, self.device, self.random_numbers)
         values = self._whole(one, layouts) if graph is None else self._by_parts(graph, one, layouts)
         for name, value in values.items():
@@ -161,7 +160,7 @@ class PartInitialiser:
         return {one.names[name] for name in values}
 
     def _by_parts(self, graph: Graph, one: _Initialiser, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-        """What the graph of an initialiser makes, of each tensor this process's part."""
+        """Run the graph of an initialiser: this process's part of each tensor, by name."""
         if not graph.outputs:
             return {}
         allowed = {name: ((layout,), "where it lies") for name, layout in layouts.items()}
@@ -184,7 +183,7 @@ class PartInitialiser:
         return parts
 
     def _whole(self, one: _Initialiser, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-        """What an initialiser makes, run on whole tensors. What it does not write stays without values."""
+        """Run an initialiser on whole tensors: this process's part of each tensor that it writes, by name."""
         like = one.tensors()
         tensors = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=self.device) for n in one.fresh}
         tensors |= {name: self.place.whole(like[name].detach()).clone() for name in one.valued}

@@ -1,7 +1,7 @@
 """Where a call runs: all ranks simulated in this process, or this rank of a process group.
 
-All that differs between the two is a method of `Placing`: `Simulated` has it for one process, `Launched` for many. What
-a rank needs of others' facts to refuse a program that differs between ranks is in alike.py.
+Every difference between the two is a method of `Placing`, in `Simulated` for one process and in `Launched` for many.
+rank_facts.py has the facts by which ranks refuse a program that differs between them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from partway.runtime.tensors.parameters import hold
 from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
-Observer = Callable[[Sequence[Tensor], Sequence[tuple[str, Tensor]]], None]  # of a call's tensors, and its state's
+Observer = Callable[[Sequence[Tensor], Sequence[tuple[str, Tensor]]], None]  # takes a call's tensors, and its state's
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The first call of a signature, which is planned."""
+    """The first call of a signature, which has to be planned."""
 
     fn: Any
     request: Request
@@ -51,27 +51,27 @@ class FirstCall:
 
 
 class Placing(Protocol):
-    """What differs between simulation and a process group, around the step itself."""
+    """The differences between simulation and a process group, around the step itself."""
 
     @property
     def processes(self) -> int | None:
-        """How many processes a launcher started, or None in simulation."""
+        """The number of processes of the job or of the mesh's part of it, or None in simulation."""
         ...
 
     def executor(self, mesh: Mesh) -> Executor:
-        """What runs a step on `mesh`."""
+        """The executor of steps on `mesh`."""
         ...
 
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
-        """A module was sharded, as `request` says: before anyone asks for its parameters."""
+        """Prepare a module that has just been sharded by `request`, before any other use of its parameters."""
 
     def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
-        """A call is planned: what parameters `module` got since it was sharded become like the others, on `mesh`.
-        Their names."""
+        """Before a call is planned, adopt the parameters added to `module` since it was sharded, on `mesh`. Returns
+        their names."""
         ...
 
     def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
-        """The call of `first`, with tensors of the global shape for those of which this rank is given its part."""
+        """The call of `first`, with tensors of the global shape in place of those of which this rank has a part."""
         ...
 
     def any_rank(self, flag: bool, fn: Any) -> bool:
@@ -83,51 +83,51 @@ class Placing(Protocol):
         ...
 
     def memory(self, first: FirstCall) -> float | None:
-        """The bytes that each device of a call has; None: those that its profile says."""
+        """The bytes of each device of a call; None: those of its profile."""
         ...
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
-        """What `plan` gives for the call; where there are several processes, it is the same on all."""
+        """The result of `plan` for the call, checked to be the same on all processes."""
         ...
 
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
-        """What `make` gives for `purpose`, later; where there are several processes, its `text` is the same on all."""
+        """The result of `make` for `purpose`, after planning; its `text` is checked to be the same on all processes."""
         ...
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
-        """What is told of every call of `fn`, if anything is. `own`: the inputs of which each rank is given a part."""
+        """The observer of every call of `fn`, or None. `own`: the inputs of which each rank is given a part."""
         ...
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
-        """A plan gave parameters their layouts at rest: put them there."""
+        """Lay out parameters by the layouts of a plan."""
 
     def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
-        """Give a parameter or buffer of the meta device values: this process's `part`."""
+        """Give a parameter or buffer on the meta device the values of this process's `part`."""
 
     def part(self, whole: Tensor, layout: Layout) -> Tensor:
         """This process's part of a tensor under `layout`, in memory of its own."""
         ...
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor of which processes may hold parts."""
+        """The whole of a tensor of which processes may hold parts."""
         ...
 
     def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
-        """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself. `parts`:
-        where each rank is given one, what they are."""
+        """The function from a tensor of a call to the executor's operand, or None if the executor takes the tensor
+        itself. `parts`: the parts of the ranks, if each is given one."""
         ...
 
     def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
-        """What makes of an output of the executor what the caller gets, or None if that is the output itself. `where`:
-        the call, if it is one of the function's results."""
+        """The function from an output of the executor to the caller's tensor, or None if the caller gets the output
+        itself. `where`: names the call, if the output is one of the function's results."""
         ...
 
     def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
-        """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
+        """Write a result of the executor, the new value of the call's tensor `given`, into that tensor."""
 
 
 class Simulated:
-    """Every rank in this process: tensors are whole on both sides, parameters stay ordinary parameters."""
+    """All ranks in this process: inputs and results are whole, and parameters stay ordinary parameters."""
 
     @property
     def processes(self) -> int | None:
@@ -187,15 +187,14 @@ class Simulated:
 
 
 class Launched:
-    """One rank of a process group. Parameters and results that are split are DTensors that mean what they mean on one
-    device (`tensors/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are
-    whole on every rank (or, where the dataset_strategy says so, this rank's part); results are plain where they are
-    whole."""
+    """One rank of a process group. Split parameters and results are DTensors with the meaning of one device
+    (`tensors/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them. Plain inputs are whole
+    on every rank (or this rank's part, by the dataset_strategy); whole results are plain tensors."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
-        """On the ranks of the job that `mesh` names, if it does: only they make its calls, and agree on them.
+        """If `mesh` names ranks of the job, only they make its calls and agree on them; otherwise all ranks do.
 
-        Raises RuntimeStateError for a rank that the job does not have, StrategyError where this process is not on it.
+        Raises RuntimeStateError for a rank that the job does not have, StrategyError if this process is not on `mesh`.
         """
         init()
         self._part = mesh if mesh is not None and mesh.is_part else None
@@ -216,8 +215,8 @@ class Launched:
         return Worker(mesh)
 
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
-        """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
-        stay; the first plan splits them in place."""
+        """Make parameters DTensors, whole on every rank, so that an optimizer made next holds the final objects; the
+        first plan splits them in place."""
         from torch.distributed.tensor import DTensor
 
         from partway.runtime.executors.execute import broadcast
@@ -229,7 +228,7 @@ class Launched:
             if request.own_mesh is not None:
                 check_ranks(request.own_mesh, get_group_size())
             held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            # those of a module inside that was sharded before agree already
+            # DTensors, of inner modules that were sharded before, have been compared already
             named = {name: t for name, t in held.items() if not isinstance(t, DTensor) and not t.is_meta}
             facts += [*versions(), *asked(request), *options(context, current_algo())]
             if context.parameter_broadcast:  # only the values may differ
@@ -240,7 +239,7 @@ class Launched:
                 facts += facts_of(generators(), SEED, follows=2)
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()], self._part)
-            share_generators(self._part)  # ranks whose parameters differ were seeded differently
+            share_generators(self._part)  # ranks with different parameters had different seeds
         distribute(module, request.own_mesh)
         drop_hooks(module)
         follow_layouts(module)
@@ -249,7 +248,7 @@ class Launched:
         from partway.runtime.tensors.parameters import distribute
 
         named = dict(module.named_parameters(remove_duplicate=False))
-        # functional_call gives plain tensors for one call: these are not the module's
+        # without the plain tensors of functional_call, which are for one call only
         added = {name: p for name, p in named.items() if not is_dtensor(p) and isinstance(p, torch.nn.Parameter)}
         if added:
             purpose = f"split what {name_of(module)} got since it was sharded: {', '.join(added)}"
@@ -276,7 +275,7 @@ class Launched:
         ]
         held = gathered(_purpose(first.fn), mine, self._among)
         if len({tuple(len(shape) for shape, _ in each) for each in held}) > 1:
-            return call  # the ranks will say how their calls differ
+            return call  # a later comparison reports how the ranks' calls differ
         tensors = list(call.tensors)
         every: list[Parts | None] = [None] * len(tensors)
         for k, i in enumerate(own):
@@ -326,7 +325,7 @@ class Launched:
                 facts += facts_of(generators(), SEED, follows=4)
         splits = [p.layout.split_axes for p in compiled.local.inputs if p.port.name in first.call.own and p.layout.cuts]
         for axes in dict.fromkeys([*(c.axes for c in compiled.program.collectives), *splits]):
-            process_group(compiled.mesh, axes)  # all ranks are here
+            process_group(compiled.mesh, axes)  # made now, while all ranks are at this point
         return compiled
 
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
@@ -409,9 +408,9 @@ class Launched:
         from partway.runtime.tensors.split_tensor import SplitTensor
         from partway.runtime.torch_internals import spec_of
 
-        if result is given:  # written where it lies
+        if result is given:  # it was written in place
             return
-        if parts is not None:  # this rank's part, whose slice may be short
+        if parts is not None:  # `given` is this rank's part, whose slice may be short
             held, places = parts.places(placed.layout), places_of(placed.layout, tuple(placed.shape))
             if held != places:
                 result = recut(result, placed.layout, tuple(placed.shape), places, held)
@@ -427,8 +426,8 @@ class Launched:
 
 
 def whole_of_parts(name: str, held: Sequence[tuple[int, ...]], splits: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the input `name`, of which each rank holds one of as many parts along each dim as `splits` has. Of
-    `held` shapes, by rank, each part's is there as often as others. Raises StrategyError where that cannot be."""
+    """The shape of the whole input `name`, from the shapes `held` of the ranks' parts. `splits`: the number of parts of
+    each dim; equally many ranks hold each part. Raises StrategyError if the parts do not make a whole."""
     problems, shape = list[Problem](), []
     for dim, count in enumerate(splits):
         sizes = [rank[dim] for rank in held]
@@ -443,7 +442,7 @@ def whole_of_parts(name: str, held: Sequence[tuple[int, ...]], splits: Sequence[
 
 
 def _check_parts(call: Call, compiled: Compiled) -> None:
-    """Raise RuntimeStateError unless ranks that share a part of an input hold the same one."""
+    """Raise RuntimeStateError unless ranks that share a part of an input hold the same values."""
     own = call.own
     for placed in compiled.local.inputs:
         parts = own.get(placed.port.name) if placed.port.role is Role.INPUT else None
@@ -464,7 +463,7 @@ def _check_parts(call: Call, compiled: Compiled) -> None:
 
 
 def _ledger_of_part(layout: Layout) -> Any:
-    """The ledger of the ranks that share this rank's part under `layout`; None where none does."""
+    """The ledger of the ranks that share this rank's part under `layout`; None if no other rank does."""
     from partway.runtime.ranks.replicas import ledger_of
 
     axes = tuple(axis for axis in layout.mesh.axes if axis not in layout.split_axes)
@@ -473,8 +472,8 @@ def _ledger_of_part(layout: Layout) -> Any:
 
 
 def _alike(result: Tensor, where: str, mesh: Mesh) -> Tensor:
-    """A result that is whole on every rank. All have to go on with it alike, and none with labels of its own: its
-    gradient is compared."""
+    """A result that is whole on every rank. All ranks have to use it in the same way, none with its own labels, so its
+    gradient is compared between ranks."""
     if result.requires_grad:
         from partway.runtime.ranks.replicas import ledger_of
 
@@ -494,7 +493,7 @@ def _whole_fix(context: ParallelContext) -> str:
 
 
 def _shapes(named: Mapping[str, Tensor]) -> str:
-    """What a call is given: " with input 'x' float32[8, 4]"."""
+    """The tensors of a call, for a message: " with input 'x' float32[8, 4]"."""
     texts = [f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named.items()]
     return f" with {', '.join(texts[:4])}" + (" and others" if texts[4:] else "") if texts else ""
 
@@ -517,6 +516,6 @@ def _simulator(mesh: Mesh) -> Executor:
 
 
 def placing(mesh: Mesh | None = None) -> Placing:
-    """The Placing of this process for calls on `mesh`. Where a launcher started it, the process group is started if
-    there is none."""
+    """The Placing of this process for calls on `mesh`. In a launched process it starts the process group if there is
+    none."""
     return Launched(mesh) if launched() else Simulated()

@@ -1,4 +1,4 @@
-"""What must be the same on every rank of a launched program: what a call's plan follows from, and what was planned."""
+"""The facts that must be the same on every rank of a launched program: the inputs of a call's plan, and the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partway.requests.user_rules import rules
 from partway.reuse.cache import software, text_of_graph
 from partway.runtime.ranks.agreement import Fact, facts_of
 
-_OWN = frozenset(  # a rank may have its own: what is at a path is compared, not the path
+_OWN = frozenset(  # a rank may have its own paths: the content of a file is compared, not its path
     {"compile_cache_path", "enable_compile_cache", "strategy_ckpt_config", "device_profile"}
 )
 _ASKED = ("in_strategy", "out_strategy", "parameter_plan", "module_plan", "device", "level", "inference", "dynamic")
@@ -37,7 +37,7 @@ def asked(request: Request) -> Iterator[Fact]:
 
 
 def options(context: ParallelContext, algo: AlgoParameters) -> Iterator[Fact]:
-    """The options of a call, and which of them were set."""
+    """The options of a call, and whether each was set."""
     for holder in (context, algo):
         for name, value in holder:
             if name not in _OWN:
@@ -46,7 +46,7 @@ def options(context: ParallelContext, algo: AlgoParameters) -> Iterator[Fact]:
 
 
 def modes(fn: Any) -> Iterator[Fact]:
-    """The modes that a call is made in."""
+    """The modes of a call: gradients, autocast, training."""
     fix = "call it in the same mode on every rank"
     yield Fact("torch.is_grad_enabled()", str(torch.is_grad_enabled()), fix=fix)
     yield Fact("torch.is_inference_mode_enabled()", str(torch.is_inference_mode_enabled()), fix=fix)
@@ -63,14 +63,14 @@ def modes(fn: Any) -> Iterator[Fact]:
 
 
 def versions() -> Iterator[Fact]:
-    """The software: two versions may plan differently."""
+    """The software and the rules of users: different versions may plan differently."""
     yield Fact("the software", software(), fix="install the same versions on every host")
     for operator, row in rules().items():
         yield Fact(f"the rule of {operator}", repr(row), fix="call pw.rule alike on every rank")
 
 
 def of_plan(compiled: Compiled) -> Iterator[Fact]:
-    """What was planned, from the captured graph to the program that runs."""
+    """The stages of a plan, from the captured graph to the program that runs."""
     fix = "the model's code, or what it reads, differs between ranks: run the same on every rank"
     yield Fact("the captured graph", "\n".join(text_of_graph(compiled.graph)), fix=fix)
     yield from facts_of({f"the constant {name}": t for name, t in compiled.graph.constants.items()}, fix)
@@ -79,18 +79,18 @@ def of_plan(compiled: Compiled) -> Iterator[Fact]:
     fix = "plan with the same options, versions and plan files on every rank"
     yield Fact("the mesh of the plan", str(compiled.mesh), fix=fix, follows=1)
     yield Fact("the plan", str(compiled.plan), compiled.plan.model_dump_json(), fix, follows=2)
-    program = operators_in(str(compiled.program))  # without source lines, which one from the cache lacks
+    program = operators_in(str(compiled.program))  # without source lines, which a cached program lacks
     yield Fact("the program", "\n".join(program), fix=fix, follows=3)
 
 
 def draws(compiled: Compiled) -> bool:
-    """Whether what was planned draws random numbers."""
+    """Whether a planned call draws random numbers."""
     nodes = compiled.graph.nodes
     return any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
 
 
 def _which(flags: dict[str, bool], noun: str) -> str:
-    """All, none, or the fewer of those that have a flag and those that do not."""
+    """The names with a flag set: all, none, or the shorter list of those with it and those without it."""
     has = [name for name, flag in flags.items() if flag]
     lacks = [name for name, flag in flags.items() if not flag]
     if not lacks:

@@ -1,7 +1,7 @@
 """The runner of one planned signature: from the tensors of a call, through the step, to its result.
 
-It binds parameters and buffers of the module, hands all tensors to the executor as it takes them, and afterwards writes
-buffers and inputs, does again what the function leaves behind in Python, and builds the result.
+It binds parameters and buffers of the module, converts all tensors for the executor, and afterwards writes buffers and
+inputs, repeats the function's side effects in Python, and builds the result.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Source = Callable[[], Tensor]
 class Runner:
     """Runs the calls of one course of one planned signature.
 
-    compiled   what was planned
-    state      what it depends on beside the call
-    nodes      those of its graphs: what was captured, the local program, and its forward and backward
-    asked      what the function asked of values, with the answers that this course assumes
-    own        the inputs of which each rank is given its part, with what the parts are
+    compiled   the planned call
+    state      the state on which it depends beside the call
+    nodes      the number of nodes of its graphs: captured, local, forward and backward
+    asked      the function's questions about values, with the answers that this course assumes
+    own        the inputs of which each rank is given its part, with the parts
     """
 
     def __init__(self, fn: Any, compiled: Compiled, place: Placing, own: Mapping[str, Any], waiting: Waiting) -> None:
@@ -55,7 +55,7 @@ class Runner:
         self._result, self._effects = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
-        # what this call overwrites must stay as it was for the backward, and in what it returns
+        # tensors that this call overwrites are copied if the backward or a result needs the old values
         placeholders = compiled.local.module.graph.find_nodes(op="placeholder")
         self._copied = {
             placed.port.name
@@ -77,9 +77,9 @@ class Runner:
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
 
     def bind(self, fn: Callable[..., Any], own: Mapping[str, Any]) -> None:
-        """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
-        parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so.
-        `own`: of which inputs each rank has its part, with what the parts now are."""
+        """Look up parameters and buffers in `fn`, where a module may have been replaced. Parameters that the executor
+        takes as they are stay bound until the next `bind`. `own`: the inputs of which each rank has its part, with
+        the current parts."""
         constants, local, place = self.compiled.graph.constants, self.compiled.local, self._place
         taken: list[Any] = []
         changing: list[tuple[int, Source | None, Change | None, bool]] = []
@@ -109,7 +109,7 @@ class Runner:
         if self._updated:
             self._check_apart(fn)
         self._held = copies
-        self.own, self._bound = own, (taken, changing, buffers, written)  # at once: another thread may be in a call
+        self.own, self._bound = own, (taken, changing, buffers, written)  # at once: another thread may be calling
 
     def _check_apart(self, fn: Callable[..., Any]) -> None:
         """Raise RuntimeStateError if a buffer that a call writes shares memory with other state."""
@@ -120,7 +120,7 @@ class Runner:
         self._memory = MemoryRanges((name, tensor, name in self._updated) for name, tensor in state.items())
 
     def _check_inputs_apart(self, given: Sequence[Tensor]) -> None:
-        """Raise RuntimeStateError if a tensor of the call and another one share memory, and the call writes to one."""
+        """Raise RuntimeStateError if the call writes to one of two tensors that share memory, one of them an input."""
         memory = MemoryRanges(more=self._memory)
         for place, tensor in zip(self._inputs, given, strict=True):
             if (other := memory.take(place, tensor, place in self._updated)) is not None:
@@ -133,12 +133,12 @@ class Runner:
         )
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the numbers among the tensors of a call, the last ones, are such that this runs it."""
+        """Whether this can run a call with these changing numbers, the last of its tensors."""
         counts = self.compiled.graph.counts
         return counts is None or counts.hold([int(tensor) for tensor in tensors[len(tensors) - counts.count :]])
 
     def load(self) -> CompiledStep:
-        """The step, assembled once. (A cached_property would hold its lock while it waits for others.)"""
+        """The step, assembled once. (A cached_property would hold its lock while it waits for other threads.)"""
         with planning():
             self._step = self._step or self._step_of(self.compiled.program)
             return self._step
@@ -169,8 +169,8 @@ class Runner:
         return self._place.agreed(purpose, lambda: self.compiled.accumulation_for(wanted), str)
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
-        """The result of a call with the tensors `given`. Raises MistakenError where late questions have other answers
-        than this course assumes: then nothing was written."""
+        """The result of a call with the tensors `given`. Raises MistakenError, before anything is written, if late
+        questions have other answers than this course assumes."""
         if self._differentiable is not None and torch.is_grad_enabled():
             raise RuntimeStateError(
                 f"the function writes to {self._differentiable!r} in place what depends on a tensor that needs a "
@@ -200,7 +200,7 @@ class Runner:
                 writes.append((Tensor.copy_, buffer(), value))
             else:
                 results.append(leave(value) if leave else value)
-        result = self._result.build(results, given)  # takes what it needs from the front
+        result = self._result.build(results, given)  # removes the results that it uses from the front
         left: Sequence[Any] = ()
         if self._has_effects:
             assert self._effects is not None
@@ -214,8 +214,8 @@ class Runner:
         return result
 
     def _check_assumed(self, read: Sequence[Tensor], before: Generators | None) -> None:
-        """Raise MistakenError unless what was asked late has the answers that this course assumed; random numbers are
-        then as they were `before`."""
+        """Raise MistakenError unless late questions have the answers that this course assumes; random number generators
+        are then reset to `before`."""
         answers = tuple(bool(tensor) for tensor in read)
         if answers != self._assumed:
             if before is not None:
@@ -225,8 +225,8 @@ class Runner:
 
 
 def _write(writes: Sequence[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]]) -> None:
-    """Write values into buffers and inputs: all of them, also where an interrupt comes in between, so that none is of
-    another call than the rest."""
+    """Write values into buffers and inputs: all of them, even if an interrupt comes in between, so that all are of the
+    same call."""
     with torch.no_grad():
         try:
             for write, place, value in writes:
@@ -238,7 +238,7 @@ def _write(writes: Sequence[tuple[Callable[[Tensor, Tensor], object], Tensor, Te
 
 
 def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> Source | None:
-    """Where a tensor of a call comes from: a place in the module, a constant, or (None) the call itself."""
+    """A function that looks up a tensor in the module or among constants; None for a tensor of the call itself."""
     if role is Role.INPUT:
         return None
     if role is Role.CONSTANT:

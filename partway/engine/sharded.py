@@ -1,4 +1,4 @@
-"""What a module becomes when it is sharded: an object of a class of the same name whose forward its engine runs."""
+"""The class of a sharded module: a subclass of the same name whose forward its engine runs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _log = logging.getLogger("partway")
 
 
 class ShardedModule:
-    """What `shard` adds to the class of a module. `plan` and `program` are those of its last call, or of the
-    call that `materialize` was given."""
+    """The methods that `shard` adds to the class of a module. `plan` and `program` are those of its last call, or of
+    the call given to `materialize` or `prepare`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A module is pickled, and copied, with the arguments of its `shard`; the copy plans anew."""
+        """Pickle and copy a module with the arguments of its `shard`; the copy makes its own plans."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         if args[:1] != (type(self),):
@@ -55,7 +55,7 @@ class ShardedModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Put off the reduction of gradients: calls inside the block leave those of parameters unreduced, and the next
+        """Delay the reduction of gradients: calls inside the block leave those of parameters unreduced, and the next
         backward of a call outside of it reduces their sum with its own, in the collectives of one step.
 
             with model.no_sync():
@@ -63,11 +63,11 @@ class ShardedModule:
                     model(batch).backward()
             model(batches[-1]).backward()
 
-        As with DistributedDataParallel, whose name this is, the call has to be inside, and `.grad` is right after the
-        last backward only: until then it is zero for what waits. Gradients that need no reduction come at once.
+        As in DistributedDataParallel, the call has to be inside the block, and `.grad` is right only after the last
+        backward: until then it is zero for delayed gradients. Gradients that need no reduction arrive at once.
 
-        What waits stays until it is reduced, after an exception too; dropping gradients (zero_grad, or `.grad = None`)
-        drops what waits of them, too. A step of the optimizer before the last backward does not see what waits.
+        Delayed gradients wait until they are reduced, also after an exception; dropping gradients (zero_grad, or
+        `.grad = None`) drops them too. A step of the optimizer before the last backward does not see them.
         """
         waiting, block = [engine.waiting for engine in attached_engine(self).engines()], object()
 
@@ -83,38 +83,38 @@ class ShardedModule:
     def materialize(
         self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, init: Init | None = None
     ) -> None:
-        """Give parameters and buffers of the meta device memory and values: on every rank its part, of the numbers that
-        one device would have, whatever the layout. So a model can be larger than a device:
+        """Give parameters and buffers on the meta device memory and values: each rank its part, with the same numbers
+        as on one device, whatever the layout. So a model can be larger than a device:
 
             with torch.device("meta"):
                 model = Model()
             pw.shard(model, ...)
             model.materialize((x,))
 
-        The call of `args` and `kwargs` is planned (not run), and says how parameters are split and on what device.
-        Each module is initialised by `init(module)`, inner ones first as in Module.apply; by default by the model's
-        `_init_weights` (transformers), else by its own `reset_parameters`. Random numbers follow torch.manual_seed as
-        the option random_numbers says.
+        The call of `args` and `kwargs` is planned (not run); it decides the layouts and the device of parameters. Each
+        module is initialised by `init(module)`, inner ones first as in Module.apply; by default by the model's
+        `_init_weights` (transformers), else by its own `reset_parameters`. Random numbers follow torch.manual_seed, by
+        the option random_numbers.
 
-        Raises RuntimeStateError where no initialiser writes a tensor, and what the first call would raise.
+        Raises RuntimeStateError if no initialiser writes a tensor, and the errors of a first call.
         """
         attached_engine(self).materialize(tuple(args), dict(kwargs or {}), init)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan the call `self(*args, **kwargs)` and make its program, without running it: the first such call then only
-        runs. A server prepares what it will be asked for before it takes requests:
+        runs. A server prepares its calls before it takes requests:
 
             with torch.inference_mode():
                 model.prepare(torch.zeros(8, 512, dtype=torch.long))
 
-        Shapes, dtypes, devices and the modes around count, values only where the function asks for them. Under a
-        launcher every rank calls it, and parameters are laid out. Returns the plan. Raises what the first call would
-        raise, and StrategyError in stand_alone mode, where there is no plan.
+        Shapes, dtypes, devices and the surrounding modes matter, values only if the function asks for them. Under a
+        launcher every rank calls it, and parameters are laid out. Returns the plan. Raises the errors of a first call,
+        and StrategyError in stand_alone mode, which has no plan.
         """
         return attached_engine(self).prepare(args, kwargs)
 
     def infer_predict_layout(self, *predict_data: Any) -> dict[str, Any]:
-        """How a plan for inference on `predict_data` splits each weight: see `partway.infer_predict_layout`."""
+        """The layout of each weight in a plan for inference on `predict_data`: see `partway.infer_predict_layout`."""
         layouts: dict[str, Any] = Door.PREDICT_LAYOUT(self, *predict_data)  # WeightLayouts
         return layouts
 
@@ -131,7 +131,7 @@ class ShardedModule:
 
 @functools.lru_cache(maxsize=4096)
 def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """`cls` with a forward that runs split: same name, same signature, an instance of both."""
+    """A subclass of `cls` and ShardedModule with the same name, whose forward, of the same signature, runs sharded."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         try:
             if compiled_call_of(self) is not None and not stands_alone(current()):
                 _set_compilation_aside(self)
-            begin_call(thread, outer)  # here, since while another thread plans nn.Module.__call__ is a tracer's
+            begin_call(thread, outer)  # before nn.Module.__call__, which a tracer replaces while another thread plans
             if hooks := forward_pre_hooks_in(self):
                 rest_outside(hooks, not (stands_alone(current()) or is_transformed_call(self, args, kwargs)))
             return cls.__call__(self, *args, **kwargs)
@@ -158,12 +158,12 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     made = False
 
     class Kind(kind):  # type: ignore[misc]
-        """What code sets of `type(self)` is set of the user's class, for all its instances."""
+        """Attributes that code sets on `type(self)` are set on the user's class, for all its instances."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             if made:
                 setattr(cls, name, value)
-            else:  # by what makes classes
+            else:  # while this class is made
                 super().__setattr__(name, value)
 
         def __delattr__(self, name: str) -> None:
@@ -179,7 +179,7 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def _set_compilation_aside(module: torch.nn.Module) -> None:
-    """Undo `module.compile()`, whose code would take the place of a sharded call."""
+    """Undo `module.compile()`, whose code would replace a sharded call."""
     vars(module).pop(COMPILED_CALL)
     if get_rank():
         return
@@ -191,7 +191,7 @@ def _set_compilation_aside(module: torch.nn.Module) -> None:
 
 
 def _saves_pretrained(cls: Any) -> Callable[..., Any]:
-    """The `save_pretrained` of a model or an adapter of Hugging Face's: under a launcher every rank comes."""
+    """The `save_pretrained` of a Hugging Face model or adapter; under a launcher every rank calls it."""
     names = list(inspect.signature(cls.save_pretrained).parameters)[2:]
 
     @functools.wraps(cls.save_pretrained)
@@ -208,5 +208,5 @@ def _saves_pretrained(cls: Any) -> Callable[..., Any]:
 
 
 def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:
-    """An empty sharded module of the class `kind`, for its state to be put in."""
+    """An empty sharded module of the class `kind`, into which unpickling puts its state."""
     return make(sharded_class(kind), *args)

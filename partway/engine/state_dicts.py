@@ -1,7 +1,7 @@
 """`state_dict` and `load_state_dict` of a sharded module under a launcher, whose parameters are DTensors.
 
-Loading takes what it takes in one process: plain tensors, which every rank has whole, and DTensors of any mesh are laid
-out as the parameters are before PyTorch copies them (or, with assign=True, puts them in their place).
+Loading takes the same values as in one process: plain tensors, whole on every rank, and DTensors on any mesh are laid
+out like the parameters before PyTorch copies them (or, with assign=True, replaces the parameters).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FIX = "load the same file on every rank"
 
 
 def follow_layouts(module: nn.Module) -> None:
-    """From now on `load_state_dict` of `module`, and of what it is inside, lays out what it is given as the parameters
-    are. Values that ranks have whole must agree."""
+    """Make `load_state_dict` of `module`, and of modules around it, lay out its tensors like the parameters. Values
+    that are whole on ranks must agree."""
     module.register_load_state_dict_pre_hook(_lay_out)
 
 

@@ -1,13 +1,14 @@
-"""Collectives as operators: what each rank calls with what it has (`pw.ops`).
+"""Collectives as operators, which each rank calls with its own tensors (`pw.ops`).
 
     collectives.py  all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, permute
     neighbors.py    neighbor_exchange, neighbor_exchange_v2
-    classes.py      the same as MindSpore has them: AllReduce(op, group)(x), ...
+    classes.py      the same with MindSpore's interface: AllReduce(op, group)(x), ...
     groups.py       create_group, destroy_group; the ranks of a group by number
-    where.py        where a program of one rank runs: on which mesh, at which place
+    manual.py       manual functions, which each rank runs on its parts
+    where.py        the mesh and the place of the rank that runs a program
 
-They are called in a manual function (`pw.manual`), or by the processes of a launcher. What is differentiated is the sum
-of the objectives of all ranks: see docs/manual.md.
+They are called in a manual function (`pw.manual`), or by the processes of a launcher. Gradients are those of the sum of
+the objectives of all ranks: see docs/manual.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The collectives as MindSpore has them: objects that are made once, with their arguments, and called with tensors.
+"""The collectives with MindSpore's interface: objects made once, with their arguments, and called with tensors.
 
-`group` is what it is for the functions, and `op` any spelling of a reduction, which is then kept as the functions have
-it. Arguments are checked when an object is made;
-what depends on the tensor, or on how many ranks there are, when it is called. Gradients are those of the functions.
+`group` is as for the functions, and `op` is any spelling of a reduction, kept in the functions' spelling. Arguments are
+checked when an object is made; those that depend on the tensor or on the number of ranks, when it is called. Gradients
+are those of the functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from partway.strategy.place import Group
 
 @dataclass(frozen=True)
 class AllReduce:
-    """`all_reduce(x, op, group)`. Raises OperatorError for an unknown reduction, StrategyError for what is no group."""
+    """`all_reduce(x, op, group)`. Raises OperatorError for an unknown reduction, StrategyError for an invalid group."""
 
     op: str = "sum"
     group: Group = None
@@ -34,13 +34,13 @@ class AllReduce:
         object.__setattr__(self, "op", reduction("AllReduce", self.op))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The reduction of `x` of all ranks."""
+        """The reduction of all ranks' `x`."""
         return functions.all_reduce(x, self.op, self.group)
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """`all_gather(x, 0, group)`. Raises StrategyError for what is no group."""
+    """`all_gather(x, 0, group)`. Raises StrategyError for an invalid group."""
 
     group: Group = None
 
@@ -64,14 +64,14 @@ class ReduceScatter:
         object.__setattr__(self, "op", reduction("ReduceScatter", self.op))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's slice, along the first dim, of the reduction of `x` of all ranks."""
+        """This rank's slice, along the first dim, of the reduction of all ranks' `x`."""
         return functions.reduce_scatter(x, self.op, 0, self.group)
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """`broadcast(x, root_rank, group)` of each of several tensors. Raises OperatorError for a position that there
-    cannot be, StrategyError for what is no group."""
+    """`broadcast(x, root_rank, group)` of each of several tensors. Raises OperatorError for an impossible position,
+    StrategyError for an invalid group."""
 
     root_rank: int
     group: Group = None
@@ -89,8 +89,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class AlltoAll:
-    """`all_to_all(x, split_dim, concat_dim, group)`; `split_count` is how many ranks the group has. Raises
-    OperatorError for other arguments than whole numbers, and called, for another count; StrategyError for no group."""
+    """`all_to_all(x, split_dim, concat_dim, group)`; `split_count` is the number of ranks in the group. Raises
+    OperatorError for arguments that are not ints and, when called, for another count; StrategyError for an invalid
+    group."""
 
     split_count: int
     split_dim: int
@@ -116,8 +117,8 @@ class AlltoAll:
 
 @dataclass(frozen=True)
 class NeighborExchange:
-    """`neighbor_exchange` of tensors of `send_shapes`; tensors of `recv_shapes` and `recv_type` come. Raises
-    OperatorError for arguments that do not fit, StrategyError for what is no group."""
+    """`neighbor_exchange`: sends tensors of `send_shapes`, and receives those of `recv_shapes` and `recv_type`. Raises
+    OperatorError for arguments that do not fit, StrategyError for an invalid group."""
 
     send_rank_ids: Sequence[int]
     recv_rank_ids: Sequence[int]
@@ -159,8 +160,8 @@ class NeighborExchange:
 
 @dataclass(frozen=True)
 class NeighborExchangeV2:
-    """`neighbor_exchange_v2(x, ...)`. Raises OperatorError for arguments that do not fit, StrategyError for what
-    is no group."""
+    """`neighbor_exchange_v2(x, ...)`. Raises OperatorError for arguments that do not fit, StrategyError for an invalid
+    group."""
 
     send_rank_ids: Sequence[int]
     send_lens: Sequence[int]

@@ -1,7 +1,7 @@
-"""The collectives that all ranks of a group call alike.
+"""The collectives that all ranks of a group call with the same arguments.
 
-Gradients are those of the sum of all ranks' objectives: with L_r the objective of rank r, what rank s gets for its
-operand x_s is the derivative of L_0 + L_1 + ... after x_s.
+Gradients are those of the sum of all ranks' objectives: with L_r the objective of rank r, the gradient of rank s's
+operand x_s is the derivative of L_0 + L_1 + ... with respect to x_s.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max": lambda stack: stack.amax(0),
     "min": lambda stack: stack.amin(0),
     "prod": lambda stack: stack.prod(0, dtype=stack.dtype),
-}  # of what ranks have, stacked
+}  # of the stacked operands of all ranks
 
 
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
-    """The reduction of `x` of all ranks, on every rank: of tensors of one shape and dtype.
+    """The reduction of all ranks' `x`, of one shape and dtype, on every rank.
 
-    op      "sum", "mean", "max", "min" or "prod"; a ReduceOp, of torch.distributed too
+    op      "sum", "mean", "max", "min" or "prod"; or a ReduceOp, ours or that of torch.distributed
     group   a mesh axis by name, a tuple of several, or None for all ranks; on processes also a group of create_group
             by name, or a ProcessGroup
 
     The gradient of y = x_0 + ... + x_n-1 is, on every rank, the sum of all ranks' gradients of y: dx_s = dy_0 + ... +
-    dy_n-1, which is another all_reduce. (In a manual function, where it is known that y is one tensor that all ranks
-    have alike, its gradient is one, too, and nothing is sent.) So for a loss that is summed over ranks and then
-    differentiated on each of them, each counts n times: divide by n, or use op="mean". The gradient of a mean is the
-    mean of the gradients; that of the largest (or least) goes, in equal shares, to the elements that are it; that of a
-    product to each factor by the product of the others. The last three keep all ranks' x where a gradient is needed.
+    dy_n-1, which is another all_reduce. (In a manual function, y is known to be the same on all ranks, so its gradient
+    is too, and nothing is sent.) So if a loss is summed over ranks and then differentiated on each of them, each counts
+    n times: divide by n, or use op="mean". The gradient of a mean is the mean of the gradients; that of a max or min
+    goes, in equal shares, to the elements with that value; that of a product goes to each factor times the product of
+    the others. The last three keep all ranks' x if a gradient is needed.
 
-    Raises OperatorError for operands that it does not take, StrategyError for an unknown axis, RuntimeStateError where
+    Raises OperatorError for operands that it does not take, StrategyError for an unknown axis, RuntimeStateError if
     there are no ranks (before `init`, or on virtual devices outside of a manual function).
     """
     place = here("all_reduce")
@@ -60,10 +60,10 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[int] | None = None) -> Tensor:
     """The tensors of all ranks put together along `dim`, on every rank.
 
-    sizes   how many elements along `dim` each rank has, by position; None: all as many as this one
+    sizes   the number of elements of each rank along `dim`, by position; None: the same as on this rank
 
-    The gradient of x is the slice of this rank of the sum of all ranks' gradients (a reduce_scatter). Raises as
-    `all_reduce` does.
+    The gradient of x is this rank's slice of the sum of all ranks' gradients (a reduce_scatter). Raises as `all_reduce`
+    does.
     """
     place = here("all_gather")
     axes, size = _group("all_gather", x, place, group)
@@ -85,9 +85,9 @@ def reduce_scatter(
 ) -> Tensor:
     """This rank's slice along `dim` of the reduction of all ranks' x.
 
-    sizes   how many elements along `dim` each rank gets, by position; None: all as many
+    sizes   the number of elements along `dim` for each rank, by position; None: all the same
 
-    The gradient of a sum is what all ranks' gradients are together (an all_gather). Raises as `all_reduce` does.
+    The gradient of a sum is all ranks' gradients put together (an all_gather). Raises as `all_reduce` does.
     """
     place = here("reduce_scatter")
     axes, size = _group("reduce_scatter", x, place, group)
@@ -100,12 +100,12 @@ def reduce_scatter(
     if op in ("sum", "mean") or not _needs_gradient(x):
         result: Tensor = by_hand.reduce_scatter(x, op, dim, axes, parts, own)
         return result
-    back = x.unsqueeze(0)  # its pieces go out along dim + 1, and what comes is stacked
+    back = x.unsqueeze(0)  # its pieces are sent along dim + 1, and the received ones are stacked
     return REDUCTIONS[op](by_hand.all_to_all(back, dim + 1, 0, axes, parts, [1] * size, own))
 
 
 def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
-    """x of the rank at the position `root` of the group, on every rank; the others give its shape and dtype.
+    """The root's x, on every rank. `root`: a position in the group; x of the other ranks gives the shape and dtype.
 
     The gradient of the root's x is the sum of all ranks' gradients; that of the others is zero. Raises as `all_reduce`
     does.
@@ -128,12 +128,12 @@ def all_to_all(
     sends: Sequence[int] | None = None,
     receives: Sequence[int] | None = None,
 ) -> Tensor:
-    """Cut x along `split_dim`, send a piece to each rank, and put what comes together along `concat_dim`.
+    """Cut x along `split_dim`, send a piece to each rank, and put the received pieces together along `concat_dim`.
 
-    sends, receives   how many elements along `split_dim` go to each rank, and how many along `concat_dim` come from
-                      each, by position; None: all as many
+    sends, receives   the numbers of elements along `split_dim` sent to each rank, and along `concat_dim` received from
+                      each, by position; None: all the same
 
-    Gradients go the way back: an all_to_all with the dims exchanged. Raises as `all_reduce` does.
+    Gradients go back by an all_to_all with the dims exchanged. Raises as `all_reduce` does.
     """
     place = here("all_to_all")
     axes, size = _group("all_to_all", x, place, group)
@@ -156,10 +156,10 @@ def all_to_all(
 
 
 def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) -> Tensor:
-    """x of another rank: for each pair (source, target) of positions in the group, the target gets the source's x.
+    """The x of another rank: for each pair (source, target) of positions in the group, the target gets the source's x.
 
-    A rank that nobody sends to gets zeros. The gradient goes back: from the target to the source. Raises as
-    `all_reduce` does.
+    A rank that is no target gets zeros. The gradient goes back from the target to the source. Raises as `all_reduce`
+    does.
     """
     place = here("permute")
     axes, size = _group("permute", x, place, group)
@@ -183,13 +183,13 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
 
 
 def _group(call: str, x: Any, place: Place, group: Group) -> tuple[list[str], int]:
-    """The axes of a group and how many ranks it has. Raises OperatorError for what is no tensor of one rank."""
+    """The axes and the number of ranks of a group. Raises OperatorError unless `x` is a tensor of one rank."""
     check_tensor(call, x)
     return list(place.axes(group)), place.size(group)
 
 
 def check_tensor(call: str, x: Any) -> None:
-    """Raise OperatorError unless `x` is a tensor that a rank has for itself."""
+    """Raise OperatorError unless `x` is a tensor of one rank."""
     if not isinstance(x, Tensor):
         raise OperatorError(f"{call} takes a tensor, not {shown(x)}")
     if hasattr(x, "placements"):
@@ -202,7 +202,7 @@ def check_tensor(call: str, x: Any) -> None:
 
 
 class ReduceOp(StrEnum):
-    """The reductions, as MindSpore spells them, and the mean."""
+    """The reductions in MindSpore's spelling, and the mean."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -215,7 +215,7 @@ _OTHER_NAMES = {"avg": "mean", "product": "prod"}  # PyTorch's
 
 
 def reduction(call: str, op: object) -> str:
-    """The reduction that `op` means: by name, of ReduceOp or of torch.distributed. Raises OperatorError for others."""
+    """The reduction `op`, given by name, as a ReduceOp or as torch.distributed's. Raises OperatorError for others."""
     name = op if isinstance(op, str) else _name_of_torch(op)
     word = _OTHER_NAMES.get(name.lower(), name.lower())
     if word not in REDUCTIONS:
@@ -225,7 +225,7 @@ def reduction(call: str, op: object) -> str:
 
 
 def _name_of_torch(op: object) -> str:
-    """The name of a reduction of torch.distributed's; "" for what is none."""
+    """The name of a reduction of torch.distributed; "" for any other object."""
     kinds = getattr(dist.ReduceOp, "RedOpType", None)
     if kinds is None or not isinstance(op, dist.ReduceOp | kinds):
         return ""
@@ -233,7 +233,7 @@ def _name_of_torch(op: object) -> str:
 
 
 def _checked_reduction(call: str, x: Tensor, op: object) -> str:
-    """The reduction that `op` means, of tensors like `x`. Raises OperatorError where these have none."""
+    """The reduction `op` of tensors like `x`. Raises OperatorError if they do not have it."""
     op = reduction(call, op)
     whole = not (x.is_floating_point() or x.is_complex())
     kind = str(x.dtype).removeprefix("torch.")
@@ -257,7 +257,7 @@ def _dim(call: str, x: Tensor, dim: object) -> int:
 
 
 def check_position(call: str, what: str, position: object, size: int | None = None) -> None:
-    """Raise OperatorError unless `position` is one in a group, of `size` ranks where that is known."""
+    """Raise OperatorError unless `position` is a position in a group, of `size` ranks if given."""
     if isinstance(position, int) and not isinstance(position, bool) and 0 <= position < (size or position + 1):
         return
     there = f"; the positions in the group are 0 to {size - 1}" if size else ", which is no position in a group"
@@ -265,7 +265,7 @@ def check_position(call: str, what: str, position: object, size: int | None = No
 
 
 def _sizes(call: str, sizes: Any, count: int, own: int) -> list[int]:
-    """How many elements each rank has; all as many as this one if nothing says otherwise."""
+    """The number of elements of each rank; without `sizes` the same as on this rank."""
     if sizes is None:
         return [own] * count
     given: list[Any] = list(sizes) if isinstance(sizes, Sequence) else []
@@ -280,7 +280,7 @@ def _sizes(call: str, sizes: Any, count: int, own: int) -> list[int]:
 
 
 def _slices(call: str, x: Tensor, dim: int, count: int, sizes: Any) -> list[int]:
-    """How many elements along `dim` each rank gets. Raises OperatorError where they do not make up the dim."""
+    """The number of elements along `dim` for each rank. Raises OperatorError if they do not add up to the dim."""
     if sizes is None and x.shape[dim] % count:
         raise OperatorError(
             f"{call}: dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, which {count} ranks cannot share "

@@ -1,4 +1,4 @@
-"""`manual`: manual functions, programs of one rank that a person wrote by hand, as operators of whole tensors."""
+"""`manual`: manual functions, hand-written programs of one rank, as operators on whole tensors."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ def manual(
     fn: None = None, in_strategy: InStrategy = None, out_strategy: tuple[Any, ...] | None = None, *, mesh: Any = None
 ) -> Callable[[Callable[P, R]], ManualFunction[P, R]]: ...
 def manual(fn: Any = None, in_strategy: Any = None, out_strategy: Any = None, *, mesh: Any = None) -> Any:
-    """Make an operator of whole tensors of `fn`, the program that every rank runs on its parts of them.
+    """Make an operator on whole tensors from `fn`, the program that every rank runs on its parts of them.
 
         @pw.manual(in_strategy=(("dp", None), (None, "tp"), ("tp", None)), out_strategy=(("dp", None),))
         def mlp(x, up, down):
             return pw.ops.all_reduce(torch.relu(x @ up) @ down, group="tp")
 
-    fn              a function of tensors. It gets parts, calls the collectives of `partway.ops` by the names of mesh
-                    axes, and asks `pw.axis_index` and `pw.axis_size`. All tensors that it computes with are arguments
+    fn              a function of tensors. It gets parts, and may call the collectives of `partway.ops` with the names
+                    of mesh axes, `pw.axis_index` and `pw.axis_size`. All tensors that it uses are arguments
     in_strategy     one entry per argument, or a dict by argument name, as `shard` takes them: axis names, or
                     placements (Shard and Replicate). None: every rank gets the whole tensor. Sizes must divide
-    out_strategy    likewise, one entry per tensor that `fn` returns. None: every rank returns the whole result, and
-                    all the same. Partial(): ranks return partial sums of it
+    out_strategy    likewise, one entry per tensor that `fn` returns. None: every rank returns the whole result, the
+                    same on all. Partial(): ranks return partial sums of it
     mesh            a Mesh, a dict of axis sizes or a DeviceMesh; None: that of the function around it
 
-    It stands alone, or inside a function or module that `shard` plans: its strategies are taken as they are, and all
+    It is called by itself, or inside a function or module that `shard` plans: its strategies are fixed, and everything
     around it is planned. It runs on virtual devices or, under a launcher, on their processes.
 
-    Gradients are those of the operator on whole tensors. What a rank has alike with all others along an axis (an
-    argument that is whole, a sum) has one gradient, the same on all ranks; where ranks use it each in their own way,
-    their gradients are added up. No gradient is to be reduced by hand.
+    Gradients are those of the operator on whole tensors. A tensor that is the same on all ranks along an axis (a whole
+    argument, a sum) has one gradient, the same on all ranks; if ranks use it in different ways, their gradients are
+    added up. Do not reduce gradients by hand.
 
-    A random mask differs from rank to rank where the tensors that it is used with do, and is the same where they are.
+    A random mask differs between ranks if the tensors that it is used with do, and is the same if they are.
 
     Raises StrategyError for strategies that do not fit, CaptureError for a function that has no static graph, or whose
-    ranks do not meet in the same collectives. That a result is whole is believed; with PARTWAY_VERIFY=1 it is checked,
-    and a VerifyError says where ranks differ.
+    ranks do not meet in the same collectives. A whole result is trusted to be the same on all ranks; with
+    PARTWAY_VERIFY=1 this is checked, and a VerifyError says where ranks differ.
     """
     request = Request(in_strategy, out_strategy, mesh=mesh)
     return functools.partial(_manual, request=request) if fn is None else _manual(fn, request)
@@ -89,14 +89,14 @@ def _manual(fn: Any, request: Request) -> ManualFunction[Any, Any]:
 
 
 class ManualFunction(Generic[P, R]):
-    """A function of whole tensors that every rank runs on its parts. `plan` and `program` are those of its last call by
+    """A function on whole tensors that every rank runs on its parts. `plan` and `program` are those of its last call by
     itself."""
 
     def __init__(self, fn: Callable[P, R], request: Request) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.request = fn, request
 
-        @functools.wraps(fn)  # the engine reads the names of arguments, and watches what `fn` reads
+        @functools.wraps(fn)  # the engine reads the names of arguments, and watches the state of `fn`
         def operator(*args: Any, **kwargs: Any) -> Any:
             return self._operator(*args, **kwargs)
 
@@ -139,7 +139,7 @@ class ManualFunction(Generic[P, R]):
         return self._engine.latest().program
 
     def _alone(self, args: Any, kwargs: Any) -> R:
-        """A call in stand_alone, on one device: every axis has one rank."""
+        """Run a call in stand_alone mode, on one device: every axis has one rank."""
         mesh = self.request.own_mesh
         place = Place(Mesh(dict.fromkeys(mesh.axes if mesh else ("device",), 1)), 0)
         with placed(place):
@@ -147,7 +147,7 @@ class ManualFunction(Generic[P, R]):
             return run(*args, **kwargs)
 
     def _operator(self, *args: Any, **kwargs: Any) -> Any:
-        """A call as one operator of the graph that is captured."""
+        """Run a call as one operator of the graph being captured."""
         check_call(self.fn, args, kwargs)
         mesh, call, its = self._mesh(), flatten_call(self.fn, args, kwargs), name_of(self.fn)
         words = words_of(self.fn, call)
@@ -169,7 +169,7 @@ class ManualFunction(Generic[P, R]):
         return graph.result.build(list(call_manual(operands, made.key)))
 
     def _results(self, parts: Sequence[Tensor], mesh: Mesh) -> tuple[Crossing, ...]:
-        """What comes out, of which a rank has `parts`."""
+        """The results, of which a rank has `parts`."""
         words = [f"output {i} of {name_of(self.fn)}" for i in range(len(parts))]
         layouts = out_layouts(self.fn, [tuple(part.shape) for part in parts], self.request.out_strategy, mesh)
         shapes = [layout.global_shape(tuple(part.shape)) for layout, part in zip(layouts, parts, strict=True)]
@@ -194,12 +194,12 @@ class ManualFunction(Generic[P, R]):
 
 
 def words_of(fn: Callable[..., Any], call: Call) -> list[str]:
-    """What messages call the tensors of a call."""
+    """The names of a call's tensors in messages."""
     return [f"argument {label!r} of {name_of(fn)}" for label in call.names]
 
 
 def in_layouts(fn: Callable[..., Any], call: Call, in_strategy: InStrategy, mesh: Mesh) -> list[Layout]:
-    """How the tensors of a call are laid out. Raises StrategyError for strategies that do not fit."""
+    """The layouts of the tensors of a call. Raises StrategyError for strategies that do not fit."""
     problems: list[Problem] = []
     wanted = by_argument(fn, in_strategy, call.arguments, problems)
     raise_problems(f"the manual function {name_of(fn)} cannot be called so:", problems)
@@ -210,7 +210,7 @@ def in_layouts(fn: Callable[..., Any], call: Call, in_strategy: InStrategy, mesh
 def out_layouts(
     fn: Callable[..., Any], parts: Sequence[tuple[int, ...]], out_strategy: tuple[Any, ...] | None, mesh: Mesh
 ) -> list[Layout]:
-    """How the tensors are laid out whose `parts`, by shape, a rank returns. Raises StrategyError likewise."""
+    """The layouts of the results, of which a rank returns `parts`, by shape. Raises StrategyError likewise."""
     problems: list[Problem] = []
     check_out_strategy(out_strategy, len(parts), problems)
     raise_problems(f"the manual function {name_of(fn)} cannot be called so:", problems)
@@ -221,8 +221,8 @@ def out_layouts(
 
 
 def _divided(part: tuple[int, ...], strategy: Any, mesh: Mesh) -> tuple[int, ...]:
-    """A shape with the dims of `part` that every strategy divides; `part` itself where one has another number of
-    entries, and is refused."""
+    """A shape with the dims of `part` that every strategy divides; `part` itself if `strategy` has another number of
+    entries, and will be refused."""
     dims = form_of(strategy) in (Form.NAMES, Form.INTS)
     return part if dims and len(strategy) != len(part) else tuple(size * mesh.device_num for size in part)
 
@@ -235,7 +235,7 @@ def _layouts(
     words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh,
     addends: Sequence[str] = (),
 ) -> list[Layout]:  # fmt: skip
-    """The one layout that each strategy means. Raises one StrategyError with all that is wrong."""
+    """The one layout of each strategy. Raises one StrategyError with all problems."""
     read = check_strategies(list(zip(words, shapes, strategies, strict=True)), mesh, addends=addends)
     layouts, problems = list[Layout](), list[Problem]()
     for name, shape, annotation in zip(words, shapes, read, strict=True):
@@ -247,7 +247,7 @@ def _layouts(
 
 
 def _problems(name: str, shape: tuple[int, ...], meant: Sequence[Layout], text: str) -> Iterator[Problem]:
-    """Why one of these strategies cannot be that of a tensor that goes into a manual function, or comes out of one."""
+    """Why an argument or result of a manual function, of `shape`, cannot have a strategy with the layouts `meant`."""
     if len(meant) > 1:
         yield Problem(name, f"{text} may mean {', '.join(map(str, meant))}", "write the names of axes")
     for dim, (size, parts) in enumerate(zip(shape, meant[0].splits(len(shape)), strict=True)):

@@ -1,4 +1,4 @@
-"""Exchanges in which each rank has neighbours of its own."""
+"""Exchanges in which each rank has its own neighbours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIDES = ("top", "bottom", "left", "right")  # in the order of `send_lens` and `
 _AROUND = {
     "top": ("top", ""), "top right": ("top", "right"), "right": ("", "right"), "bottom right": ("bottom", "right"),
     "bottom": ("bottom", ""), "bottom left": ("bottom", "left"), "left": ("", "left"), "top left": ("top", "left"),
-}  # fmt: skip  # the neighbours in the order of rank ids, and the sides that their borders are at
+}  # fmt: skip  # the neighbours in the order of rank ids, and the sides of their borders
 _OPPOSITE = dict(zip(_AROUND, [*_AROUND][4:] + [*_AROUND][:4], strict=True))
 
 
@@ -34,14 +34,13 @@ def neighbor_exchange(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Tensor]:
-    """Send xs[i] to the rank at the position send_rank_ids[i] of the group; one tensor from each of `recv_rank_ids`.
+    """Send xs[i] to the rank at position send_rank_ids[i] of the group, and receive a tensor from each `recv_rank_ids`.
 
-    recv_shapes    the shapes of what comes, in the order of `recv_rank_ids`; None: as those of `xs`, in their order
-    dtype, device  of what comes; None: those of `xs`
+    recv_shapes    the shapes of the received tensors, in the order of `recv_rank_ids`; None: those of `xs`, in order
+    dtype, device  of the received tensors; None: those of `xs`
 
-    Every rank of the group calls it, with empty lists if it has no neighbours. Where a rank sends several tensors to
-    another one, they arrive in the order in which they were sent. Gradients go the way back. Raises as `all_reduce`
-    does.
+    Every rank of the group calls it, with empty lists if it has no neighbours. If a rank sends several tensors to
+    another one, they arrive in the order of sending. Gradients go the opposite way. Raises as `all_reduce` does.
     """
     return exchange("neighbor_exchange", xs, send_rank_ids, recv_rank_ids, recv_shapes, group, dtype, device)
 
@@ -49,7 +48,7 @@ def neighbor_exchange(
 def exchange(
     call: str, xs: Any, targets: Any, sources: Any, shapes: Any, group: Group, dtype: torch.dtype | None, device: Any
 ) -> list[Tensor]:  # fmt: skip
-    """`neighbor_exchange`, as `call` in errors. Raises as it does."""
+    """`neighbor_exchange`, called `call` in errors. Raises as it does."""
     place = here(call)
     axes, size = place.axes(group), place.size(group)
     place.index(group)  # each rank has its own neighbours
@@ -74,7 +73,7 @@ def exchange(
 
 
 def _coming(call: str, tensors: Sequence[Tensor], count: int, shapes: Any) -> list[list[int]]:
-    """The shapes of the `count` tensors that come."""
+    """The shapes of the `count` received tensors."""
     if shapes is None and count != len(tensors):
         raise OperatorError(f"{call}: {count} tensors come, and {len(tensors)} are sent; say by recv_shapes what comes")
     coming = [list(x.shape) for x in tensors] if shapes is None else check_shapes(call, "recv_shapes", shapes)
@@ -86,7 +85,7 @@ def _coming(call: str, tensors: Sequence[Tensor], count: int, shapes: Any) -> li
 def _kind_of(
     call: str, tensors: Sequence[Tensor], dtype: torch.dtype | None, device: Any
 ) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device of what comes."""
+    """The dtype and device of the received tensors."""
     kinds = list(dict.fromkeys((x.dtype, x.device) for x in tensors))
     if len(kinds) > 1:
         told = ", ".join(f"{kind} on {where}" for kind, where in kinds)
@@ -103,7 +102,7 @@ def _kind_of(
 
 
 def _kept(call: str, tensors: Sequence[Tensor], coming: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What a rank without others sends to itself."""
+    """The received tensors in a group of one rank, which sends to itself."""
     sent = [list(x.shape) for x in tensors]
     if sent != list(map(list, coming)):
         raise OperatorError(f"{call}: the one rank of the group sends itself {sent}, and expects {list(coming)}")
@@ -121,14 +120,15 @@ def neighbor_exchange_v2(
 ) -> Tensor:
     """x (N, C, H, W) with the borders of its neighbours around it: (N, C, top + H + bottom, left + W + right).
 
-    send_rank_ids  the positions in the group of the 8 neighbours that borders of x go to, clockwise from above: top,
-                   top right, right, bottom right, bottom, bottom left, left, top left; -1 where there is none
-    send_lens      how many rows or columns go to the top, bottom, left and right; corners have both
-    recv_rank_ids  the neighbours whose borders come, likewise
-    recv_lens      how many rows or columns come from the top, bottom, left and right; none where there is no neighbour
+    send_rank_ids  the positions in the group of the 8 neighbours to which borders of x are sent, clockwise: top, top
+                   right, right, bottom right, bottom, bottom left, left, top left; -1 for none
+    send_lens      the numbers of rows or columns sent to the top, bottom, left and right; corners have both
+    recv_rank_ids  the neighbours whose borders are received, likewise
+    recv_lens      the numbers of rows or columns received from the top, bottom, left and right; ignored at a side
+                   without a neighbour
     data_format    "NCHW"
 
-    A corner that nobody sends, between two sides that come, is zeros. Gradients of borders go back to the ranks that
+    A corner that no rank sends, between two received sides, is zeros. Gradients of borders go back to the ranks that
     sent them, and are added there. Raises as `all_reduce` does.
     """
     call = "neighbor_exchange_v2"
@@ -147,8 +147,8 @@ def neighbor_exchange_v2(
         name: [*x.shape[:2], around.get(rows, x.shape[2]), around.get(columns, x.shape[3])]
         for name, (rows, columns) in _AROUND.items()
     }
-    # What goes to the top comes from the bottom: in this order, ranks that are neighbours twice, as in a ring of two,
-    # find each border in its place. Nobody sends, or waits for, a border of no elements.
+    # A border sent to the top arrives from the bottom: in this order, ranks that are neighbours twice, as in a ring of
+    # two, receive each border at its place. Borders without elements are neither sent nor received.
     out = [name for name in _AROUND if name in going and going[name].numel()]
     back = [name for name in _OPPOSITE.values() if name in sources and math.prod(shapes[name])]
     came = exchange(
@@ -162,7 +162,7 @@ def neighbor_exchange_v2(
 
 
 def _window(call: str, x: Tensor, name: str, lens: Mapping[str, int]) -> tuple[slice, ...]:
-    """The part of `x` that goes to the neighbour `name`."""
+    """The part of `x` for the neighbour `name`."""
     window = [slice(None)] * 4
     for dim, side in enumerate(_AROUND[name], 2):
         if not side:
@@ -182,7 +182,7 @@ def _window(call: str, x: Tensor, name: str, lens: Mapping[str, int]) -> tuple[s
 
 
 def check_ranks(call: str, what: str, ranks: Any, size: int | None = None) -> list[int]:
-    """Positions in a group, of `size` ranks where that is known. Raises OperatorError for what are none."""
+    """Positions in a group, of `size` ranks if given. Raises OperatorError for invalid ones."""
     given = _list(call, what, ranks, "positions in the group")
     for rank in given:
         check_position(call, f"{what} has", rank, size)
@@ -190,7 +190,7 @@ def check_ranks(call: str, what: str, ranks: Any, size: int | None = None) -> li
 
 
 def check_shapes(call: str, what: str, shapes: Any) -> list[list[int]]:
-    """The shapes of several tensors. Raises OperatorError for what are none."""
+    """The shapes of several tensors, as lists. Raises OperatorError for invalid ones."""
     given = _list(call, what, shapes, "shapes")
     for shape in given:
         sizes = list(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else [None]
@@ -202,8 +202,8 @@ def check_shapes(call: str, what: str, shapes: Any) -> list[list[int]]:
 def check_borders(
     call: str, send_rank_ids: Any, send_lens: Any, recv_rank_ids: Any, recv_lens: Any, data_format: object
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]:
-    """The ranks that there are by neighbour, and the lengths by side: of what is sent, and of what comes. Raises
-    OperatorError for what are none."""
+    """The existing ranks by neighbour, and the lengths by side: of sent borders, and of received ones. Raises
+    OperatorError for invalid arguments."""
     if data_format != "NCHW":
         raise OperatorError(f"{call}: data_format is {shown(data_format)}; write 'NCHW', the one there is")
     read = []

@@ -1,4 +1,4 @@
-"""Where a program of one rank runs: what `axis_index` and the collectives of `partway.ops` ask."""
+"""The mesh and the rank of a running program, for `axis_index` and the collectives of `partway.ops`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from partway.strategy.place import Group, Place, manual_place
 def set_mesh(mesh: Any) -> None:
     """Let this process name the axes of a mesh in `axis_index`, `axis_size` and the collectives of `partway.ops`.
 
-    mesh    a Mesh, a dict of axis sizes or a DeviceMesh, with one device for each process; None: no names, and the
-            group of all ranks alone
+    mesh    a Mesh, a dict of axis sizes or a DeviceMesh, with one device for each process; None: no names, only the
+            group of all ranks
 
-    Every rank calls it, with one mesh. A manual function has a mesh of its own. Raises StrategyError for what is no
-    mesh and for an axis that is called as a group is, RuntimeStateError for a mesh of another number of devices than
-    there are processes, and where ranks give different ones.
+    Every rank calls it, with the same mesh. A manual function has its own mesh. Raises StrategyError for an invalid
+    mesh and for an axis with the name of a group, RuntimeStateError if the mesh does not have one device for each
+    process, and if ranks pass different meshes.
     """
     try:
         wanted = given_mesh(mesh)
@@ -38,21 +38,21 @@ def set_mesh(mesh: Any) -> None:
 
 
 def axis_index(group: Group = None) -> int:
-    """The position of this rank along a mesh axis (of several: major to minor in the order of the mesh; None: of all).
+    """The position of this rank along a mesh axis (several axes: major to minor in the order of the mesh; None: all).
 
-    In a manual function it is a plain number, which may decide what the rank does between collectives; the manual
-    function is then traced for each position. Raises as `partway.ops.all_reduce` does.
+    In a manual function it is a plain int, on which the rank may branch between collectives; the function is then
+    traced for each position. Raises as `partway.ops.all_reduce` does.
     """
     return here("axis_index").index(group)
 
 
 def axis_size(group: Group = None) -> int:
-    """How many ranks there are along a mesh axis, or several (None: all). Raises as `partway.ops.all_reduce` does."""
+    """The number of ranks along a mesh axis, or several (None: all). Raises as `partway.ops.all_reduce` does."""
     return here("axis_size").size(group)
 
 
 def here(call: str) -> Place:
-    """The place of the rank that makes `call`: of a manual function that is traced, else of this process."""
+    """The place of the rank that makes `call`: in a traced manual function, or of this process."""
     inside = manual_place()
     if inside is not None:
         return inside
@@ -78,6 +78,6 @@ def here(call: str) -> Place:
 
 
 def check_group(group: object) -> None:
-    """Raise StrategyError for what can be no group."""
+    """Raise StrategyError if `group` cannot be a group."""
     if groups.process_group_of(group) is None:
         places.check_group(group)

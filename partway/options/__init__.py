@@ -1,14 +1,15 @@
-"""The options that a person sets: what there is, what is accepted, and what holds.
+"""The options of users: their definitions, their validation, and the values in force.
 
-In go keyword arguments of `set_auto_parallel_context` and its like. Out come frozen values, each validated once, or one
-ContextError that lists all that is wrong.
+The input is keyword arguments of `set_auto_parallel_context` and similar functions. The output is frozen values, each
+validated once, or one ContextError that lists all problems.
 
-    parallel     `ParallelContext`, the options of the parallel context, and those that are options themselves
+    parallel     `ParallelContext`, the options of the parallel context, and those inside its options
     algo         `AlgoParameters`, the options of the strategy search
-    fields       the closed choices and the types of fields that pydantic does not have
-    base         what all options have in common
-    refusals     from what pydantic refuses to one error in the user's words
-    in_force     which value holds: that of the process, or of a `with` that this thread is in
+    fields       the closed choices, and the types of fields that pydantic does not have
+    base         the base class of all options
+    refusals     from pydantic's errors to one error in the user's words
+    in_force     the value in force: that of the process, or of a `with` around this thread's code
+    typed        the options as type checkers and `help` see them
 
 The functions that users call, and the two values in force, are in `partway.options.context`.
 """

@@ -1,4 +1,4 @@
-"""What all options have in common."""
+"""The base class of all options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FrozenOptions(BaseModel):
-    """Frozen options; `absent` names MindSpore's that are not here, with what to do instead."""
+    """Frozen options; `absent` maps options of MindSpore that do not exist here to what to do instead."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     absent: ClassVar[Mapping[str, str]] = {}

@@ -1,16 +1,15 @@
 """The parallel context: the options of the process and those of `with` blocks, and the only place that holds them.
 
     set_auto_parallel_context(device_num=8, search_mode="sharding_propagation")
-    with auto_parallel_context(device_num=4): ...      # afterwards as before
+    with auto_parallel_context(device_num=4): ...      # only in this block
     set_algo_parameters(fully_use_devices=False)
 
 Names and meanings are MindSpore's. A call sets all its options or none: each value is frozen, validated once, and
-replaced as a whole. What is set outside of a `with` holds in every thread. A `with` belongs to its thread (or asyncio
-task): it has the options as they were when it was entered, with those that it was given. What that thread sets or
-resets inside ends with the `with`, which does not see what others set meanwhile. A thread that starts inside has the
-options of the process.
+replaced as a whole. Options set outside of a `with` hold in every thread. A `with` belongs to its thread (or asyncio
+task): it takes the options at its entry, changed by its arguments. Changes that the thread makes inside end with the
+`with`, which does not see changes by other threads. A thread that starts inside has the options of the process.
 
-An option of MindSpore that would have no effect here does not exist; the error for it says what to use instead.
+Options of MindSpore that would have no effect here do not exist; the error for one says what to use instead.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def current_algo() -> AlgoParameters:
 
 @listing(ParallelOptions, ParallelContext)
 def set_auto_parallel_context(**kwargs: Unpack[ParallelOptions]) -> None:
-    """Set options of the parallel context; the others stay as they are. Inside a `with auto_parallel_context` it sets
-    those of the `with`.
+    """Set options of the parallel context; the others stay as they are. Inside a `with auto_parallel_context` the
+    change lasts until its end.
 
     Raises ContextError (a ValueError) that lists every wrong option, and then changes none.
     """
@@ -49,19 +48,20 @@ def set_auto_parallel_context(**kwargs: Unpack[ParallelOptions]) -> None:
 
 
 def get_auto_parallel_context(key: str) -> Any:
-    """The value of one option, as `set_auto_parallel_context` takes it. Raises ContextError for an unknown one."""
+    """The value of one option, in the form that `set_auto_parallel_context` takes. Raises ContextError for an unknown
+    one."""
     return _parallel.get("get_auto_parallel_context", key)
 
 
 def reset_auto_parallel_context() -> None:
-    """Put every option back to its default, as if none had been set."""
+    """Reset every option to its default, as if none had been set."""
     _parallel.reset()
 
 
 @listing(ParallelOptions, ParallelContext)
 @contextmanager
 def auto_parallel_context(**kwargs: Unpack[ParallelOptions]) -> Iterator[ParallelContext]:
-    """Set options inside a `with`, for this thread; afterwards, after an exception too, all are as they were before.
+    """Set options inside a `with`, for this thread; at its end, also by an exception, the old options are restored.
 
     Raises ContextError on entering, as `set_auto_parallel_context`. Also works as a decorator.
     """
@@ -81,5 +81,5 @@ def get_algo_parameters(key: str) -> Any:
 
 
 def reset_algo_parameters() -> None:
-    """Put every option of the strategy search back to its default."""
+    """Reset every option of the strategy search to its default."""
     _algo.reset()

@@ -1,6 +1,7 @@
 """Closed choices, equal to the strings that users write and printed like them, and the types of fields.
 
-The args of a validator's ValueError are its problems; a ValueError without any stands for "see what the field accepts".
+The args of a validator's ValueError are its problems; for a ValueError without args, the error says what the field
+accepts.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ class ParallelMode(Choice):
 
 
 class DatasetMode(Choice):
-    """How inputs are split where no strategy is written for them."""
+    """How inputs without a strategy are split."""
 
     DATA_PARALLEL = "data_parallel"
     FULL_BATCH = "full_batch"
 
 
 def _positions(value: object) -> object:
-    """The list of positions at which groups of collectives end, as a tuple."""
+    """A list of the positions at which groups of collectives end, as a tuple; any other value as it is."""
     if problems := index_problems(value) if value is not None else []:
         raise ValueError(*problems)
     return tuple(value) if isinstance(value, list) else value
 
 
 def fusion_of(collective: str) -> PlainValidator:
-    """Reads the option of a collective; the fusion policy says what is wrong with it."""
+    """A validator that reads the option of a collective; the fusion policy checks it."""
 
     def read(value: object) -> Fusion | None:
         return value if value is None or isinstance(value, Fusion) else Fusion.from_option(value, collective)

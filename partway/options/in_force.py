@@ -1,4 +1,4 @@
-"""Which value of some options holds: that of the process, or of a `with` that this thread is in."""
+"""The value in force of some options: that of the process, or of a `with` around this thread's code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OptionsT = TypeVar("OptionsT", bound=FrozenOptions)
 
 
 class InForce(Generic[OptionsT]):
-    """One frozen value for the process, and one for each `with` that this thread is in; each is replaced whole."""
+    """One frozen value for the process, and one for each `with` in this thread; each is replaced as a whole."""
 
     def __init__(self, default: OptionsT) -> None:
         self._default = self._process = default
@@ -33,7 +33,7 @@ class InForce(Generic[OptionsT]):
         return blocks[-1][1] if blocks else self._process
 
     def update(self, call: str, settings: Mapping[str, object]) -> None:
-        """Merge `settings` into what was set so far, all or nothing."""
+        """Merge all of `settings` into the value in force, or none if one is wrong."""
         if self._blocks.get():
             self._replace(self._merged(call, settings))
             return
@@ -46,7 +46,7 @@ class InForce(Generic[OptionsT]):
 
     @contextmanager
     def block(self, call: str, settings: Mapping[str, object]) -> Iterator[OptionsT]:
-        """Merge `settings` into what was set so far, for the block and this thread."""
+        """Merge `settings` into the value in force, for the block and this thread."""
         entered, merged = object(), self._merged(call, settings)
 
         def leave() -> None:  # blocks of generators may end in any order

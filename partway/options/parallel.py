@@ -31,7 +31,7 @@ from partway.strategy.errors import StrategyError
 class CommFusion(FrozenOptions):
     """How the collectives of parameters are grouped, each kind by {"mode": ..., "config": ...}; None: not at all.
 
-    A kind that is not named is grouped in mode auto, as in the reference and in PyTorch's DistributedDataParallel.
+    A kind that is not named is grouped in mode auto, as in MindSpore and in PyTorch's DistributedDataParallel.
     """
 
     openstate: bool = True
@@ -51,7 +51,7 @@ class CommFusion(FrozenOptions):
 
 
 class StrategyCkptConfig(FrozenOptions):
-    """Where plans are loaded from and saved to."""
+    """The files from which plans are loaded and to which they are saved."""
 
     load_file: str = Field(default="", description="the path of an existing file, or ''")
     """A plan whose layouts of parameters are kept; the rest is searched for. '': none."""
@@ -69,7 +69,7 @@ class StrategyCkptConfig(FrozenOptions):
 
 
 class ParallelOptimizerConfig(FrozenOptions):
-    """Which parameters `enable_parallel_optimizer` splits."""
+    """The parameters that `enable_parallel_optimizer` splits."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "gradient_accumulation_shard": "accumulated gradients are split as their parameters are",
@@ -242,12 +242,13 @@ class ParallelContext(FrozenOptions):
     @classmethod
     def _is_a_count(cls, value: object) -> object:
         if not isinstance(value, int) or (not isinstance(value, bool) and value < 1):
-            raise ValueError  # a union would give two reasons
+            raise ValueError  # pydantic would report two errors for a union
         return value
 
     @property
     def look_every(self) -> int | None:
-        """After how many calls all that ranks hold alike is compared; 0: never as a whole; None: not at all."""
+        """The number of calls after which everything that ranks hold alike is compared; 0: never all of it; None: no
+        comparison."""
         every = self.compare_replicas
         return every if not isinstance(every, bool) else 0 if every else None
 
@@ -263,7 +264,7 @@ class ParallelContext(FrozenOptions):
 
     @property
     def dataset_was_set(self) -> bool:
-        """Whether the user said what each process is given."""
+        """Whether the user set the dataset_strategy."""
         return bool({"dataset_strategy", "full_batch"} & self.model_fields_set)
 
     @property
@@ -273,7 +274,7 @@ class ParallelContext(FrozenOptions):
 
     @property
     def fusion_policies(self) -> FusionPolicies:
-        """How collectives are grouped: what follows from both options."""
+        """The fusion policies, by comm_fusion and all_reduce_fusion_config together."""
         fusion = self.comm_fusion
         if not fusion.openstate:
             return FusionPolicies()

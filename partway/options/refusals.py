@@ -1,4 +1,4 @@
-"""From what pydantic refuses to one error in the user's words."""
+"""From pydantic's errors to one error in the user's words."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _nested(field: FieldInfo) -> type[FrozenOptions] | None:
 
 
 def unknown_option(options: type[FrozenOptions], key: object, path: str) -> str:
-    """Why `key`, which is written as `path`, is not one of `options`."""
+    """The problem of `key`, written as `path`, which is not one of `options`."""
     if key in options.absent:
         return f"{path} is MindSpore's and not an option here: {options.absent[str(key)]}"
     meant = did_you_mean(str(key), options.model_fields)
@@ -43,7 +43,7 @@ def unknown_option(options: type[FrozenOptions], key: object, path: str) -> str:
 
 
 def _explain(options: type[FrozenOptions], error: ErrorDetails, value: Any) -> Iterable[str]:
-    """The problems that one of pydantic's errors stands for."""
+    """The problems, as text, of one of pydantic's errors."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, StrategyError):
         return map(str, cause.problems)
@@ -63,7 +63,7 @@ def _explain(options: type[FrozenOptions], error: ErrorDetails, value: Any) -> I
 
 
 def problems_with(options: type[FrozenOptions], settings: Mapping[str, object]) -> list[str]:
-    """Every reason why `settings` are refused: the wrong ones, then what the others contradict."""
+    """Every problem of `settings`: wrong ones first, then contradictions between the others."""
     try:
         options.model_validate(settings)
     except ValidationError as refused:

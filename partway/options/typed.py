@@ -1,6 +1,6 @@
-"""The options as type checkers and `help` see them: what may be written for each.
+"""The options as type checkers and `help` see them: the type of each.
 
-The models say what is accepted and what it means; `tests/api/options/test_typed.py` holds the names here to theirs.
+The models define accepted values and meanings; `tests/api/options/test_typed.py` checks that the names here are theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partway.options.base import FrozenOptions
 
 
 class ParallelOptions(TypedDict, total=False):
-    """What `set_auto_parallel_context` and `auto_parallel_context` take."""
+    """The arguments of `set_auto_parallel_context` and `auto_parallel_context`."""
 
     parallel_mode: Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel"]
     search_mode: Literal["dynamic_programming", "sharding_propagation", "recursive_programming"]
@@ -45,7 +45,7 @@ class ParallelOptions(TypedDict, total=False):
 
 
 class AlgoOptions(TypedDict, total=False):
-    """What `set_algo_parameters` takes."""
+    """The arguments of `set_algo_parameters`."""
 
     fully_use_devices: bool
     elementwise_op_strategy_follow: bool
@@ -62,7 +62,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def listing(options: type[Any], model: type[FrozenOptions]) -> Callable[[F], F]:
-    """A decorator: the docstring of a function ends with its `options`, each with type, default and meaning."""
+    """A decorator that appends `options` to the docstring of a function, each with type, default and meaning."""
 
     def extended(function: F) -> F:
         function.__doc__ = f"{inspect.getdoc(function)}\n\n{listed(options, model)}\n"
@@ -72,7 +72,7 @@ def listing(options: type[Any], model: type[FrozenOptions]) -> Callable[[F], F]:
 
 
 def listed(options: type[Any], model: type[FrozenOptions]) -> str:
-    """The options of a TypedDict, each with its type, its default and its meaning, as `model` has them."""
+    """The options of a TypedDict as text, each with its type, its default and its meaning in `model`."""
     said, defaults = meanings(model), model().model_dump()
     lines = []
     for name, written in options.__annotations__.items():
@@ -83,7 +83,7 @@ def listed(options: type[Any], model: type[FrozenOptions]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def meanings(model: type[FrozenOptions]) -> dict[str, str]:
-    """The docstring below each field of a model, read from its source; none where there is no source."""
+    """The docstring below each field of a model, read from its source; empty if there is no source."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     except (OSError, TypeError):

@@ -1,8 +1,8 @@
-"""DTensors of the user's own, as parameters or inputs: how they are split is an annotation of them.
+"""DTensors of the user, as parameters or inputs: their layouts are annotations.
 
 They are made with `distribute_tensor`, `parallelize_module` or `fully_shard`, on a mesh of all ranks or on some
-axes of one, which are matched with those of the plan by name. The hooks by which torch.distributed makes the ranks'
-parts work together are removed: the plan does that.
+axes of one, which are matched with those of the plan by name. The hooks by which torch.distributed communicates are
+removed: the plan does that.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def whole(values: T) -> T:
-    """The tensors in lists, tuples and dicts, gathered where they are DTensors; every rank calls it."""
+    """`values`, lists, tuples and dicts of tensors, with DTensors gathered; every rank calls it."""
     gathered: T = tree_map(lambda value: value.full_tensor() if is_dtensor(value) else value, values)
     return gathered
 
 
 def own_dtensors(module: nn.Module) -> frozenset[str]:
-    """The names of the parameters of `module` that the user made DTensors. (Those of a module inside that is sharded
-    already are ours, but for those that were DTensors before it was sharded.)"""
+    """The names of the parameters of `module` that the user made DTensors. (In an inner module that is sharded already,
+    only those that were DTensors before that.)"""
     sharded = {path: engine for path, child in module.named_modules() if (engine := engine_of(child))}
     names = {f"{path}.{name}" for path, engine in sharded.items() for name in engine.own_dtensors}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -47,7 +47,7 @@ def own_dtensors(module: nn.Module) -> frozenset[str]:
 
 def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) -> dict[str, Layout]:
     """The layouts of the parameters `names`, which are DTensors, on `mesh` (None: their own). Raises StrategyError for
-    those that lie on another mesh, or in a way that a parameter cannot."""
+    those on another mesh, or with a layout that a parameter cannot have."""
     held = {
         f"parameter {name!r}": (name, tensor)
         for name, tensor in module.named_parameters(remove_duplicate=False)
@@ -65,18 +65,19 @@ def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) 
 
 
 def noted(tensor: Tensor, layout: Layout) -> Tensor:
-    """`tensor`, which a call on simulated ranks left split as `layout` says. In processes it would be a DTensor."""
+    """`tensor`, with a note that a call on simulated ranks left it split by `layout`; in processes it would be a
+    DTensor."""
     TRACKED.left[tensor] = layout, tuple(tensor.shape)
     return tensor
 
 
 def _left_as(tensor: Tensor) -> Layout | None:
     layout, shape = TRACKED.left.get(tensor, (None, None))
-    return layout if shape == tuple(tensor.shape) else None  # else it was changed in place
+    return layout if shape == tuple(tensor.shape) else None  # a tensor of another shape was changed in place
 
 
 def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
-    """The layouts of the inputs of a call that are DTensors, likewise, or that simulated ranks left split; none of
+    """The layouts of the inputs of a call that are DTensors, likewise, or that simulated ranks left split; without
     those that hold addends."""
     problems: list[Problem] = []
     names = {f"input {name!r}": name for name in call.names}
@@ -91,14 +92,14 @@ def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor of the same global shape that is not a DTensor; only its meta data is read."""
+    """A plain tensor of the same global shape, of which only metadata may be read."""
     if not is_dtensor(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 
 
 def placed_as(tensor: Any) -> tuple[Any, ...]:
-    """How a DTensor lies, or what simulated ranks left split; () of another tensor."""
+    """The placements and mesh of a DTensor, or the layout that simulated ranks left a tensor in; () for others."""
     if is_dtensor(tensor):
         return tensor.placements, tensor.device_mesh
     left = _left_as(tensor)
@@ -106,7 +107,8 @@ def placed_as(tensor: Any) -> tuple[Any, ...]:
 
 
 def layout_now(tensor: Any) -> tuple[Layout, tuple[int, ...]] | None:
-    """How a DTensor lies, or what simulated ranks left split, and the devices of its mesh; None of another tensor."""
+    """The layout of a DTensor, or that in which simulated ranks left a tensor, and the devices of its mesh; None for
+    others."""
     if not is_dtensor(tensor):
         left = _left_as(tensor)
         return None if left is None else (left, tuple(range(left.mesh.device_num)))
@@ -117,7 +119,7 @@ def layout_now(tensor: Any) -> tuple[Layout, tuple[int, ...]] | None:
 
 
 def drop_hooks(module: nn.Module) -> None:
-    """Take from `module` the hooks by which torch.distributed gathers parameters and redistributes activations."""
+    """Remove the hooks of `module` by which torch.distributed gathers parameters and redistributes activations."""
     for inner in module.modules():
         remove_hooks(inner, _is_distributed)
 
@@ -154,7 +156,7 @@ def _layouts(held: Mapping[str, Any], mesh: Mesh | None, problems: list[Problem]
 
 
 def _layout(tensor: Any, mesh: Mesh) -> Layout:
-    """The layout on `mesh` of a DTensor on all of its axes, or on some; it is replicated over the others."""
+    """The layout on `mesh` of a DTensor on some or all of its axes, replicated over the others."""
     import torch.distributed as dist
 
     own, sizes = tensor.device_mesh, tuple(tensor.device_mesh.mesh.shape)

@@ -1,4 +1,4 @@
-"""What a plan follows from: a graph, what was asked of it, and the options, gathered before anything is planned."""
+"""All inputs of a plan: a graph, its request and the options, gathered before planning."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from partway.strategy import Layout
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """All that the plan of one call follows from, but for the mesh.
+    """All inputs of the plan of one call except the mesh.
 
     graph       the captured call
-    fn          what was called: the names of its arguments and the sharded modules inside count
+    fn          the called function or module, for its argument names and its sharded modules
     request     the arguments of `shard` or `compile`
     context     the options in force, and `algo` those of the search
     profile     the figures of the devices
     rules       the rows that users wrote for operators of the graph
-    processes   how many a launcher started; None in simulation
-    parameters  the layouts that parameters have already: an earlier plan split them, or they are DTensors
+    processes   the number that a launcher started; None in simulation
+    parameters  the layouts of parameters that an earlier plan laid out, or that are DTensors
     inputs      the layouts of the inputs that are DTensors
     loaded      the plan that strategy_ckpt_config loads
-    replayed    the plan, of those that were given to `shard` or `compile`, that is one of this graph
+    replayed    the one of the plans given to `shard` or `compile` that was made for this graph
     followed    a plan of the same function for other sizes, whose strategies are tried
     """
 

@@ -1,8 +1,8 @@
-"""What planning tells while it goes on: lines of Python's logging, and a live line in a terminal.
+"""The progress of planning: lines of Python's logging, and a live line in a terminal.
 
-`telling` is around the planning of one call, or the making of its program; stages inside say what is done, and for how
-long. At the end one line at level INFO of the logger "partway.planning" has it all. Where stderr is a terminal and it
-takes more than two seconds, a line there says meanwhile what is being done. PARTWAY_LOG=info writes the log to stderr.
+`telling` surrounds the planning of one call, or the making of its program; stages inside are named and timed. At the
+end the logger "partway.planning" gets one line with all of them, at level INFO. If stderr is a terminal and planning
+takes more than two seconds, a live line shows the current stage. PARTWAY_LOG=info writes the log to stderr.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from partway.runtime.launching.process import get_rank
 from partway.strategy import ContextError
 from partway.strategy.basics.under_way import meanwhile, under_way
 
-PATIENCE = 2.0  # seconds, after which a terminal shows what is done
-WIDEST = 10.0  # a gap that is worth a word
+PATIENCE = 2.0  # seconds until the live line appears
+WIDEST = 10.0  # wider gaps are not shown
 LEVELS = ("debug", "info", "warning", "error")
 _log = logging.getLogger("partway.planning")
 _cache = logging.getLogger("partway.cache")
 
 
 class Telling:
-    """What is done, and what was.
+    """The log of one piece of work.
 
-    what       "planning Classifier"
-    seconds    of each stage that has ended, by its name
-    made       what has come of it, in words
-    found      what a search under way has found, in words
+    what       its name: "planning Classifier"
+    seconds    of each finished stage, by its name
+    made       the result, as text
+    found      the state of a running search, as text
     """
 
     def __init__(self, what: str) -> None:
@@ -64,7 +64,7 @@ class Telling:
                 self._live.stop()
 
     def _show(self) -> None:
-        """Show the line. (In a thread of its own.)"""
+        """Show the live line. (Runs in the thread of a timer.)"""
         from rich.console import Console
         from rich.live import Live
         from rich.spinner import Spinner
@@ -85,14 +85,14 @@ class Telling:
         return Text(f"{self.what}: {stage}" if stage else self.what)
 
     def hear(self, cost: float, bound: float) -> None:
-        """A search has found a plan of this cost, and that none costs less than `bound`."""
+        """Note that a search has found a plan of this cost, and the bound that no plan costs less than `bound`."""
         gap = max(cost - bound, 0.0) / bound if bound > 0 and cost < math.inf else math.inf
         self.found = f"bound {bound:.3g}, gap {100 * gap:.2g} %" if gap < WIDEST else ""
         self._update()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The block does what `name` says."""
+        """A block that is the stage `name`."""
         before, start = self._stage, time.perf_counter()
         self._at(name)
         try:
@@ -111,7 +111,7 @@ class Telling:
                 self._spinner.update(text=self._line())
 
     def text(self) -> str:
-        """What was done, for the log."""
+        """The line for the log."""
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items() if seconds >= 0.005)
         parts = [f"{self.what} took {time.perf_counter() - self._start:.2f} s", stages and f" ({stages})"]
         return "".join([*parts, self.made and f": {self.made}"])
@@ -119,7 +119,7 @@ class Telling:
 
 @contextmanager
 def telling(what: str) -> Iterator[Telling]:
-    """The block does `what`, such as "planning Classifier". The outermost of several shows itself in a terminal."""
+    """A block that does `what`, such as "planning Classifier". Only the outermost of several has a live line."""
     with Telling(what) as told, meanwhile(telling=told), listening(told.hear):
         yield told
     _log.info("%s", told.text())
@@ -127,26 +127,26 @@ def telling(what: str) -> Iterator[Telling]:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """The block is a stage of what is told of, if anything is."""
+    """A block that is a stage of the current `telling`, if there is one."""
     telling = under_way().telling
     with nullcontext() if telling is None else telling.stage(name):
         yield
 
 
 def taken(name: str, where: object, seconds: float) -> None:
-    """Tell that `name` came from the cache."""
+    """Log that `name` came from the cache."""
     _cache.info("took the %s from %s in %.2f s", name, where, seconds)
     if (telling := under_way().telling) is not None:
         telling.seconds[f"{name} from the cache"] = seconds
 
 
 def _shows() -> bool:
-    """Whether a line is to be shown."""
+    """Whether to show a live line."""
     return under_way().telling is None and sys.stderr is not None and sys.stderr.isatty() and get_rank() == 0
 
 
 def level_asked() -> str:
-    """The level that PARTWAY_LOG names; "" without it. Raises ContextError for another word."""
+    """The level that PARTWAY_LOG names; "" without it. Raises ContextError for an unknown level."""
     asked = os.environ.get("PARTWAY_LOG", "")
     level = asked.strip().lower()
     if asked and level not in LEVELS:
@@ -155,8 +155,8 @@ def level_asked() -> str:
 
 
 def log_to_stderr() -> None:
-    """Write what is logged of the level that PARTWAY_LOG names, or above, to stderr. For another word a warning says
-    so: this runs where partway is imported, also by `partway doctor`, which is to look at the variable."""
+    """Write log records of the level that PARTWAY_LOG names, or above, to stderr. An unknown level is only a warning:
+    this runs at the import of partway, also in `partway doctor`, which reports the variable."""
     try:
         level = level_asked()
     except ContextError as error:

@@ -1,4 +1,4 @@
-"""What a person asks for: the arguments of one `shard` or `compile`, checked when they are given."""
+"""The arguments of one `shard` or `compile`, checked when they are given."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Request:
         problems += _dynamic_problems(self.dynamic)
         if not (self.device is None or (isinstance(self.device, str) and self.device in ("cpu", "cuda"))):
             problems.append(Problem("device", f"is {_kind(self.device)}", "write 'cpu', 'cuda' or None"))
-        if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again
+        if not problems:  # a strategy refused as a whole is not refused again by its entries
             problems += [problem for name, strategy in self.given() for problem in form_problems(name, strategy)]
         try:
             self.plans  # noqa: B018 - read once here, so that they are checked with the rest
@@ -69,7 +69,7 @@ class Request:
 
     @cached_property
     def own_mesh(self) -> Mesh | None:
-        """The mesh that was given, if one was."""
+        """The mesh that was given, or None."""
         return given_mesh(self.mesh)
 
     @cached_property
@@ -80,12 +80,12 @@ class Request:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans that were given, one for each kind of call."""
+        """The given plans, one for each kind of call."""
         given = self.plan if isinstance(self.plan, list | tuple) else (self.plan,)
         return tuple(_read_plan(found) for found in given if found is not None)
 
     def given(self) -> list[tuple[str, Any]]:
-        """Every strategy with the words that name its place."""
+        """Every strategy, with the name of its place in messages."""
         found = [*_each("in_strategy", self.in_strategy), *_each("out_strategy", self.out_strategy)]
         found += _each("parameter_plan", self.parameter_plan)
         for pattern, sides in (self.module_plan or {}).items():
@@ -133,14 +133,14 @@ _SIDES = {"in_strategy": "argument", "out_strategy": "output tensor"}
 
 
 def _each(name: str, strategies: Any) -> list[tuple[str, Any]]:
-    """Each of `strategies` with the words that name its place."""
+    """Each of `strategies`, with the name of its place in messages."""
     if isinstance(strategies, Mapping):
         return [(f"{name}[{key!r}]", s) for key, s in strategies.items()]
     return [(f"{name}[{i}]", s) for i, s in enumerate(strategies or ())]
 
 
 def _module_plan_problems(plan: object) -> Iterator[Problem]:
-    """Why `plan` is not strategies for what goes into modules and comes out of them."""
+    """Why `plan` is not a dict of strategies for the arguments and results of modules."""
     fix = 'write a dict such as {"layers.*.attn": {"in_strategy": (("dp", None, "tp"),), "out_strategy": (...,)}}'
     if plan is not None and not isinstance(plan, Mapping):
         yield Problem("module_plan", f"is {_kind(plan)}", fix)
@@ -159,7 +159,7 @@ def _module_plan_problems(plan: object) -> Iterator[Problem]:
 
 
 def _tuple_problems(name: str, value: object, side: str) -> Iterator[Problem]:
-    """Why `value` is not one strategy for each argument, or for each output tensor."""
+    """Why `value` does not have one strategy for each argument, or for each output tensor."""
     noun, named = _SIDES[side], ", or a dict by argument name" if side == "in_strategy" else ""
     if value is None or (named and isinstance(value, Mapping)):
         return
@@ -181,7 +181,7 @@ def _short(value: object) -> str:
 
 
 def given_mesh(mesh: Any) -> Mesh | None:
-    """A Mesh from what a person may pass: a Mesh, a dict, a DeviceMesh, or None. Raises StrategyError."""
+    """A Mesh from a Mesh, a dict or a DeviceMesh; None for None. Raises StrategyError for any other value."""
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, Mapping):
@@ -194,8 +194,8 @@ def given_mesh(mesh: Any) -> Mesh | None:
 
 
 def requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
-    """The requests of the sharded modules inside a module, each with the prefix of its parameters' names, and then
-    `request` itself."""
+    """The requests of the sharded modules inside a module, each with the prefix of its parameters' names; `request`
+    itself comes last."""
     if isinstance(fn, torch.nn.Module):
         for path, module in fn.named_modules():
             engine = engine_of(module)

@@ -1,4 +1,4 @@
-"""Whether what is given to `shard` and `compile`, and to sharded calls, can be split at all."""
+"""Checks that functions, modules and the tensors of sharded calls can be split at all."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_target(call: str, fn: Any) -> None:
 
 
 def check_inference(fn: Any, call: Call) -> None:
-    """Raise StrategyError where a tensor of `call` wants a gradient, and plans of `fn` have no backward."""
+    """Raise StrategyError if a tensor of `call` requires a gradient; plans of `fn` have no backward."""
     asking = (name for name, tensor in zip(call.names, call.tensors, strict=True) if tensor.requires_grad)
     raise_problems(
         f"{name_of(fn)} was sharded with inference=True, which gives no gradient:",
@@ -66,7 +66,7 @@ _TRANSFORMED = (
 
 
 def check_tensors(call: Call, device: str | None) -> None:
-    """Raise StrategyError unless every tensor is one that can be split, on a device of type `device` (None: any)."""
+    """Raise StrategyError unless every tensor can be split and is on a device of type `device` (None: any)."""
     problems = []
     for name, tensor in zip(call.names, call.tensors, strict=True):
         where = f"input {name!r}"

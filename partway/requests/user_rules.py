@@ -1,7 +1,7 @@
-"""`rule`: how an operator of the user's own splits. Like operators, their rules are one table for the process.
+"""`rule`: how an operator of the user splits. Like operators, rules are one table for the whole process.
 
 A rule is settled when it is given: its operators are found and it is checked against them. Only a rule whose operator
-is defined later is looked up by name whenever rules are read, which changes nothing.
+is defined later is looked up by name whenever rules are read, without changing anything.
 """
 
 from __future__ import annotations
@@ -45,37 +45,36 @@ def rule(
     local: Localize | None = None,
     replace: bool = False,
 ) -> OperatorRule:
-    """Say how an operator splits, by the dims that its operands and results share.
+    """Define how an operator splits, by the dims that its operands and results share.
 
         @pw.rule("my::bmm", "b m k, b k n -> b m n", reduce="k", linear=(0, 1))
         @torch.library.custom_op("my::bmm", mutates_args=())
         def bmm(x: Tensor, w: Tensor) -> Tensor: ...
 
     operator     "my::op" (every overload that the text fits), "my::op.overload", a torch.library.custom_op or an
-                 operator of torch.ops; a name may be that of an operator defined later, before the first plan
+                 operator of torch.ops; an operator given by name may be defined later, before the first plan
     text         a spec for each tensor argument, and for each result: a letter or name for each dim. Dims of one name
                  are split together. `1`: a dim that cannot be split; `...`: any leading dims, which may broadcast;
-                 `(b s)`: a dim merged of two, major first; `+n`: an operand that enters a sum once, as a bias does.
-                 An argument that is a list of tensors has one spec, that of each tensor; an optional one has one too
+                 `(b s)`: a dim merged from two, major first; `+n`: an operand that enters a sum once, as a bias does.
+                 A list of tensors has one spec, that of each of its tensors; an optional argument has one too
     reduce       names of dims that are summed over: a rank with a part of them computes a partial sum.
-                 A dim that results lack and that is not named here stays whole
+                 A dim that is missing in the results and not named here stays whole
     whole        names of dims that cannot be split
     linear       the operands in which the operator is linear, so that partial sums may pass through it: `(0, 1)` for a
                  product; ("0 1",) for one that is linear in both together, as a sum is
-    contraction  it multiplies and adds over all its dims, and is priced so
-    local        writes what a rank runs where that differs from the global call, as for an argument that holds a
-                 size: a function of an Emitter (`emit.call`, `emit.shapes`, `emit.split`, `emit.position`) and of
-                 the args and kwargs of the call on local parts
-    replace      the operator has a rule already, and this one takes its place
+    contraction  whether it multiplies and adds over all its dims; its cost is computed accordingly
+    local        emits the call of a rank if it differs from the global call, as for an argument that holds a size: a
+                 function of an Emitter (`emit.call`, `emit.shapes`, `emit.split`, `emit.position`) and of the args
+                 and kwargs of the call on local parts
+    replace      whether this rule replaces the operator's existing one
 
-    Used as a decorator, above a torch.library.custom_op or above the function that is `local`, it returns what it
-    decorates. In a `with` statement the rule holds in its block; `.remove()` takes it back.
+    Used as a decorator, above a torch.library.custom_op or above the function that is `local`, it returns the decorated
+    object. In a `with` statement the rule holds only in its block; `.remove()` removes it.
 
-    On what a rank holds, the operator must compute that part of the whole result, and its derivative
-    (register_autograd) that part of the whole gradient. Shards are full: a size that an axis does not divide stays
-    whole.
+    On a rank's parts, the operator must compute its part of the whole result, and its derivative (register_autograd)
+    its part of the whole gradient. Shards are full: a size that an axis does not divide stays whole.
 
-    Raises StrategyError with all that is wrong with it; a name that no operator has is refused by the next plan.
+    Raises StrategyError with all problems; a name that no operator has is refused by the next plan.
     """
     problems = [*_type_problems(text, reduce, whole, linear)]
     raise_problems("the arguments of rule are wrong:", problems)
@@ -105,14 +104,14 @@ def _type_problems(text: object, reduce: object, whole: object, linear: object) 
 
 
 class OperatorRule:
-    """A rule that was given to an operator: a decorator, and a `with` block in which it holds."""
+    """A rule of an operator: a decorator, and a context manager that removes it at the end of the block."""
 
     def __init__(self, operator: Any, row: Row, replace: bool) -> None:
         self.operator, self.row, self._replace = operator, row, replace
         self._operators: tuple[OpOverload, ...] = ()
 
     def __call__(self, fn: T) -> T:
-        """As a decorator of the operator, or of the function that writes its local form."""
+        """Decorate the operator, or the function that emits its local form."""
         given: Any = fn
         if isinstance(given, CustomOpDef | OpOverload | OpOverloadPacket):
             self._settle()
@@ -134,14 +133,14 @@ class OperatorRule:
         self.remove()
 
     def remove(self) -> None:
-        """Take the rule back: what was in its place before holds again."""
+        """Remove the rule; the one that it replaced, if any, holds again."""
         if self in _every:
             _every.remove(self)
             _changed()
 
     def operators(self) -> tuple[OpOverload, ...]:
-        """The operators that it is the rule of; none while no operator has its name. Raises StrategyError for a rule
-        that fits none of them, or that meets another rule without `replace`."""
+        """The operators of the rule; none while no operator has its name. Raises StrategyError for a rule that fits
+        none of them, or that conflicts with another rule without `replace`."""
         if self._operators:
             return self._operators
         fits, problems = self._fits()
@@ -153,7 +152,7 @@ class OperatorRule:
         return fits
 
     def _settle(self) -> None:
-        """Keep the operators that there are by now. Raises StrategyError, and is no rule, as `operators` does."""
+        """Keep the operators found so far. Raises StrategyError as `operators` does, and then removes the rule."""
         try:
             operators = self.operators()
         except StrategyError:
@@ -181,8 +180,8 @@ class OperatorRule:
 
 
 def _overloads(operator: Any) -> list[OpOverload]:
-    """The operators that `operator` means; none for a name that is not defined yet. Raises StrategyError for anything
-    that is not an operator."""
+    """The operators that `operator` refers to; none for a name that is not defined yet. Raises StrategyError for any
+    other value."""
     if isinstance(operator, OpOverload):
         return [operator]
     if isinstance(operator, OpOverloadPacket):
@@ -214,15 +213,15 @@ def _changed() -> None:
 
 
 def version() -> int:
-    """Another number whenever what `rules` gives has changed."""
+    """A number that changes whenever the result of `rules` does."""
     return len(_changes)
 
 
 def rules() -> Rows:
-    """The rows of all operators that were given one; the latest holds. Raises StrategyError for a rule whose operator
-    does not exist, or does not fit it.
+    """The rows of all operators with a user's rule; the latest rule holds. Raises StrategyError for a rule whose
+    operator does not exist, or does not fit it.
 
-    It changes nothing: a rule for an operator that is defined later is looked up by its name each time."""
+    It changes no state: the operator of an unsettled rule is looked up by name each time."""
     operators = {each: each.operators() for each in _every}
     names = [each.operator for each, overloads in operators.items() if not overloads]
     problems = [Problem(f"rule of {name!r}", "there is no such operator", _suggestion(name)) for name in names]
@@ -235,7 +234,7 @@ def _suggestion(name: str) -> str:
 
 
 def text_of(rows: Mapping[Any, Row]) -> str:
-    """All that a plan follows from in `rows`, with the code of local forms."""
+    """The text of everything in `rows` that a plan depends on, with the code of local forms."""
     return "\n".join(sorted(f"{operator} {row!r} {_code(row.local)}" for operator, row in rows.items()))
 
 

@@ -1,16 +1,19 @@
-"""Whether a plan may be used for another call.
+"""Reuse of plans: whether an earlier plan holds for another call.
 
-A plan holds while a call looks like the one it was made for, and while Python would do the same again. In comes a
-function and a call of it; out comes what an earlier plan runs, or nothing, and then the call is planned. Speed counts:
-a call like the last one pays for its comparisons only.
+A plan holds while calls resemble the one it was made for, and while the Python code would do the same again. The input
+is a function and a call of it; the output is the runner of an earlier plan, or None, and then the call is planned. This
+has to be fast: a call like the last one costs only comparisons.
 
-    guard.py        whether a call is like the last one: all that a usual call looks at
-    courses.py      the plans of a function, by signature, by state, and by the answers to what it asks of values
-    sizes.py        the sizes that change from call to call, and what was captured for all of them
-    replanning.py   what a call was planned again for
-    state.py        what a function reads beside its arguments, compared before each call
-    reachable.py    what that can be: whatever the code can reach by the names in it (names.py, libraries.py)
-    contents.py     what objects of Python's own types contain, one row for each type
+    guard.py        whether a call is like the last one: the only check of a usual call
+    courses.py      the plans of a function, by signature, by state, and by the answers to its questions about values
+    changing_sizes.py, changing_numbers.py
+                    sizes and ints that change from call to call, and captures for all of them
+    replanning.py   why a call was planned again
+    state.py        the state that a function reads beside its arguments, compared before each call
+    reachable.py    the objects of that state: those that code can reach by its names (code_names.py, libraries.py)
+    contents.py     the contents of objects of Python's own types, one row for each type
     facts.py        when two values count as the same
-    effects.py      what a function writes while it is captured, and each call writes again (snapshot.py)
+    effects.py      the side effects of a function in its capture, repeated by each call (snapshot.py)
+    portable.py     state as a digest that other processes can compare
+    cache.py        plans and programs on disk
 """

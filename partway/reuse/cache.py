@@ -1,15 +1,15 @@
-"""What was planned and compiled, on disk, by content.
+"""Plans and programs on disk, by content.
 
-An entry's name is a digest of all that a plan follows from: the captured graph, the request, the options, the
-devices' profile, the text of Partway and the version of PyTorch. A second start of a script captures its model, finds
-the entry, and plans nothing. No entry is ever out of date.
+An entry's name is a digest of all inputs of a plan: the captured graph, the request, the options, the devices' profile,
+the source of Partway and the version of PyTorch. A second start of a script captures its model, finds the entry, and
+plans nothing. Entries never become stale.
 
-An entry is data: reading one runs nothing (`propagation/plan/stored.py`). It begins with its own name and a digest
-of what follows, so that an entry that was damaged, edited or moved is made anew. Whoever can write to the folder could
-write an entry with both digests right and the numbers of another program, so it must be this user's alone; else it is
-not used.
+An entry is data: reading one runs no code from it (`propagation/plan/stored.py`). It begins with its own name and a
+digest of the rest, so that a damaged, edited or moved entry is made anew. Anybody with write access to the folder could
+write an entry with correct digests and the numbers of another program, so a folder that others can write to is not
+used.
 
-The entries together take no more than a limit; the least recently used ones are removed first.
+The total size of entries is limited; the least recently used ones are removed first.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _REMEDY = "set compile_cache_path or PARTWAY_CACHE_DIR to a folder of your own, 
 
 
 def folder_named(path: str) -> Path:
-    """The folder of that path, or if it is empty of PARTWAY_CACHE_DIR, or `partway` in the user's folder of caches."""
+    """The folder `path` or, if that is empty, PARTWAY_CACHE_DIR, or `partway` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(path or os.environ.get("PARTWAY_CACHE_DIR") or os.path.join(home, "partway"))
 
 
 def cache_folder(path: str) -> Path | None:
-    """Where entries are: the folder of that path (see `folder_named`), made if it is not there. None with
-    PARTWAY_CACHE=0 in the environment, and with a warning where others could write to it."""
+    """The folder of entries: that of `path` (see `folder_named`), made if it does not exist. None with PARTWAY_CACHE=0
+    in the environment, and, with a warning, if others could write to it."""
     if os.environ.get("PARTWAY_CACHE") == "0":
         return None
     folder = folder_named(path)
@@ -72,14 +72,14 @@ def cache_folder(path: str) -> Path | None:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder for this user alone, and those on the way to it."""
+    """Make a folder for this user only, and its parents."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _not_private(folder: Path) -> str:
-    """Why others may write to `folder`, or put another in its place, with what to do; "" if only this user can."""
+    """Why others can write to `folder`, or replace it, and what to do; "" if only this user can."""
     if not hasattr(os, "geteuid"):
         return ""
     status = folder.stat()
@@ -96,8 +96,8 @@ def _not_private(folder: Path) -> str:
 
 
 def cache_limit() -> int:
-    """How many bytes entries may take together: PARTWAY_CACHE_MB in the environment, or 1000, in megabytes. Raises
-    ContextError for any other text."""
+    """The most bytes of all entries together: PARTWAY_CACHE_MB in the environment, in megabytes, or 1000 MB. Raises
+    ContextError unless the variable is a whole number."""
     text = os.environ.get("PARTWAY_CACHE_MB") or "1000"
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ContextError(
@@ -108,7 +108,7 @@ def cache_limit() -> int:
 
 
 class Entry:
-    """What is kept of one planned call, made of `graph`; without a `folder` nothing is."""
+    """The files of one planned call, whose graph is `graph`; without a `folder` there are none."""
 
     def __init__(self, graph: Graph, folder: Path | None, *content: object) -> None:
         self._graph = graph
@@ -116,8 +116,8 @@ class Entry:
         self._derivable = folder is not None and not any(map(_is_foreign, graph.nodes))
 
     def fetch(self, name: str, make: Callable[[], T], *kinds: type, derived: bool = False) -> T:
-        """What `make` gives, one of `kinds`, from disk if it was made before for the same content. `derived`:
-        derivatives are in it, which nothing in the content says of an operator of the user's own."""
+        """The result of `make`, one of `kinds`, from disk if it was made before for the same content. `derived`: it
+        contains derivatives, which for operators of users do not follow from the content."""
         if self._files is None or (derived and not self._derivable):
             return make()
 
@@ -131,7 +131,7 @@ class Entry:
 
 
 class Files:
-    """The files in `folder` of what follows from `content`."""
+    """The files in `folder` for values that depend only on `content`."""
 
     def __init__(self, folder: Path, *content: str) -> None:
         self._folder, self._limit = folder, cache_limit()
@@ -140,18 +140,18 @@ class Files:
     def fetch(
         self, name: str, make: Callable[[], T], dump: Callable[[T], bytes | None], load: Callable[[bytes], T]
     ) -> T:
-        """What `load` makes of the file called `name` or, where there is none, what `make` gives, of which `dump` makes
-        the file, or none. A warning tells of a file that is damaged, and of a value that has no form."""
+        """The value that `load` reads from the file `name` or, if there is none, the result of `make`, which `dump`
+        turns into the file's content (None: no file). Warns of a damaged file, and of a value without a stored form."""
         path, start = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}", time.perf_counter()
         try:
             value = load(self._read(path, name))
         except FileNotFoundError:
             pass
-        except Exception as error:  # whatever a damaged file makes of the reader
+        except Exception as error:  # reading a damaged file may raise anything
             warnings.warn(f"{path} cannot be read ({_reason(error)}), and is made anew", stacklevel=2)
         else:
             with suppress(OSError):
-                os.utime(path)  # used now
+                os.utime(path)  # for the least recently used
             taken(name.partition("-")[0], path, time.perf_counter() - start)
             return value
         value = make()
@@ -160,7 +160,7 @@ class Files:
                 self._write(path, name, data)
         except OSError as error:
             warnings.warn(f"a plan cannot be kept in {self._folder} ({error}); {_REMEDY}", stacklevel=2)
-        except Exception as error:  # a constant that has no bytes
+        except Exception as error:  # such as a constant without bytes
             warnings.warn(f"a plan has no form on disk ({_reason(error)}), and every start makes it anew", stacklevel=2)
         return value
 
@@ -180,7 +180,7 @@ class Files:
         return data
 
     def _write(self, path: Path, name: str, data: bytes) -> None:
-        """All or nothing: other processes may read and write the same file."""
+        """Write a file atomically: other processes may read and write the same one."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, self._head(name, data) + data, mode=0o600)
         _prune(self._folder, self._limit)
@@ -191,12 +191,12 @@ def _reason(error: Exception) -> str:
 
 
 def _prune(folder: Path, limit: int) -> None:
-    """Remove what a process that was killed left, and entries beyond `limit` bytes, longest unused first."""
+    """Remove leftovers of killed processes, and entries beyond `limit` bytes, least recently used first."""
     entries = []
     for inner in os.scandir(folder):
         if re.fullmatch(r"[0-9a-f]{2}", inner.name) and inner.is_dir(follow_symlinks=False):
             remove_abandoned(inner.path)
-            with suppress(FileNotFoundError):  # another process removes some, too
+            with suppress(FileNotFoundError):  # another process may remove it first
                 files = [entry for entry in os.scandir(inner.path) if _ENTRY.fullmatch(entry.name)]
                 entries += [(entry.stat(follow_symlinks=False), entry.path) for entry in files]
     entries.sort(key=lambda entry: entry[0].st_mtime_ns)
@@ -211,7 +211,7 @@ def _prune(folder: Path, limit: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def software() -> str:
-    """The version of PyTorch, and a digest of Partway's text."""
+    """The version of PyTorch, and a digest of Partway's source."""
     digest = hashlib.sha256()
     for package in _PACKAGES:  # an editable install has them in several folders
         for path in sorted(Path(str(sys.modules[package].__file__)).parent.glob("**/*")):
@@ -221,7 +221,7 @@ def software() -> str:
 
 
 def text_of_graph(graph: Graph) -> list[str]:
-    """All that a plan and a program read of a graph."""
+    """Everything in a graph that plans and programs depend on, as text."""
     lines = [f"{graph.device} {graph.aliases}"]
     lines += [
         f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {_described(node.meta.get('val'))} "

@@ -1,9 +1,8 @@
-"""The numbers of a function's calls that change from call to call, as the length of a text so far.
+"""The ints in a function's arguments that change from call to call, such as the length of a generated text so far.
 
-A call that differs from an earlier one in integers alone has a graph of the same operators, with other numbers in it,
-unless the function decides something by them. So they become inputs of the graph (propagation/capture/counted.py), and
-a plan serves all for which the function takes the same course. A function that has no such graph, since sizes follow
-from a number, is planned for each.
+A call that differs from an earlier one only in ints has a graph of the same operators with other numbers, unless the
+function branches on them. So they become inputs of the graph (propagation/capture/counted.py), and one plan serves all
+calls of the same course. A function without such a graph, because sizes depend on a number, is planned for each number.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from partway.reuse.replanning import Signature
 
 
 class Numbers:
-    """Which numbers of the calls of one function change."""
+    """The changing numbers in the calls of one function."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Path, ...]] = {}  # by what calls have in common
+        self._known: dict[tuple[Any, ...], tuple[Path, ...]] = {}  # by the structure of calls without them
         self._refused: set[tuple[Any, ...]] = set()
 
     def of(self, call: Call) -> Call:
-        """`call`, with tensors for the numbers that are known to change."""
+        """`call`, with tensors in place of the numbers that are known to change."""
         for paths in dict.fromkeys(self._known.values()):
             counting = call.counting(paths)
             if counting is not None and counting.structure.key() in self._known:
@@ -31,8 +30,8 @@ class Numbers:
         return call
 
     def learn(self, call: Call, now: Call, key: Signature, known: Sequence[Signature]) -> bool:
-        """Whether the call differs from one of those that are `known` in numbers alone: these change. `now`: the call
-        as it is so far, of the signature `key`."""
+        """Note the numbers that change if the call differs from one of the `known` ones only in numbers; returns
+        whether it does. `now`: the call with tensors for the numbers known so far, of the signature `key`."""
         for before in reversed(known):
             if key._replace(structure=()) != before._replace(structure=()):
                 continue
@@ -44,7 +43,7 @@ class Numbers:
         return False
 
     def refuse(self, call: Call) -> None:
-        """There is no graph of `call` for all its numbers."""
+        """Note that there is no graph of `call` for all its numbers."""
         alike = call.structure.key()
         self._known.pop(alike, None)
         self._refused.add(alike)

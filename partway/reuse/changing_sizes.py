@@ -1,9 +1,9 @@
-"""The sizes of a function's tensors that change from call to call, and what was captured for all of them.
+"""The sizes of a function's tensors that change from call to call, and captures for all of them.
 
-A call that differs from an earlier one in sizes alone has a graph of the same operators. So a dim that `dynamic` names,
+A call that differs from an earlier one only in sizes has a graph of the same operators. So a dim that `dynamic` names,
 or that has been seen with two sizes, gets a symbol in the next capture (propagation/capture/any_size.py), and calls of
-other sizes get their graph from that one, and the strategies of its plan. What this cannot serve is captured anew: the
-sizes 0 and 1, a size for which the function would do something else, and a function that has no such capture.
+other sizes use that capture and the strategies of its plan. New captures are made for the sizes 0 and 1, for a size
+with which the function takes another branch, and for a function that has no capture for all sizes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from partway.reuse.state import State
 from partway.strategy import CaptureError, Problem, raise_problems
 
 _log = logging.getLogger("partway")
-MOST_FAMILIES = 8  # of one function; the oldest goes first
+MOST_FAMILIES = 8  # of one function; the oldest is dropped first
 _MOST_PLANS = 32
-_SAME_DIMS = 3  # captures for the same dims: a function that does something else for other sizes has several
+_SAME_DIMS = 3  # captures for the same dims: a function that branches on sizes has several
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured call, what it depends on beside its arguments, and what the function leaves behind."""
+    """A captured call, the state on which it depends beside its arguments, and its side effects."""
 
     graph: Graph
     state: State
@@ -44,11 +44,11 @@ class Captured:
 
 @dataclass
 class Family:
-    """Calls that differ in sizes alone.
+    """Calls that differ only in sizes.
 
-    key                     what they have in common
+    key                     their signature without the sizes
     captured                the function for all their sizes, with these `options`
-    state, effects          what it depends on beside its arguments, and what it leaves behind
+    state, effects          the state on which it depends beside its arguments, and its side effects
     """
 
     key: Signature
@@ -58,12 +58,13 @@ class Family:
     effects: Effects
 
     def at(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around) -> Captured:
-        """What a capture of a call would give. Raises OtherSizesError where the function might do something else."""
+        """The capture of a call, by that of the family. Raises OtherSizesError if the function may take another
+        branch."""
         return Captured(graph_at(self.captured, args, kwargs, self.options, around), self.state, self.effects)
 
 
 class Sizes:
-    """What is known of the sizes of one function's tensors. `declared`: the `dynamic` of its request."""
+    """The known sizes of one function's tensors. `declared`: the `dynamic` of its request."""
 
     def __init__(self, declared: Mapping[str, Mapping[int, tuple[int, int] | None]]) -> None:
         self._declared = declared
@@ -71,12 +72,12 @@ class Sizes:
         self._fixed: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
         self._families: list[Family] = []
         self.refused: dict[Signature, str] = {}  # why there is no capture for all sizes
-        # of calls that differ in sizes alone, the plan that was searched without a backward (True), and with one
+        # searched plans, by the signature without sizes and whether for inference
         self.plans: OrderedDict[tuple[Signature, bool], Plan] = OrderedDict()
 
     def of(self, call: Call, key: Signature, known: Sequence[Signature]) -> CallSizes:
-        """What is known for a call of the signature `key`, whose like has no plan; other calls are `known`. Raises
-        StrategyError for a size that is not one of those that were declared."""
+        """The known sizes for a call of the new signature `key`; `known`: the signatures of other calls. Raises
+        StrategyError for a size outside the declared ones."""
         kind, shapes = _kind(key), [shape for shape, *_ in key.tensors]
         seen = self._seen[kind]
         for other in known:
@@ -111,7 +112,7 @@ class Sizes:
         return dims
 
     def families(self, key: Signature) -> list[Family]:
-        """Those that a call of the signature `key` is one of, the newest first."""
+        """The families of a call of the signature `key`, the newest first."""
         found = [family for family in reversed(self._families) if family.key == _blank(key, family.captured.dims)]
         return [family for family in found if self._holds(family)]
 
@@ -130,7 +131,7 @@ class Sizes:
             self._warn(f"the function counts on the size of {fixed}")
 
     def refuse(self, blank: Signature, why: str) -> None:
-        """Note why calls that differ in the sizes that `blank` leaves out have no capture in common."""
+        """Note why calls that differ only in the sizes missing in `blank` have no common capture."""
         self.refused[blank] = why
         if self._declared:
             self._warn(why)
@@ -141,11 +142,11 @@ class Sizes:
 
 @dataclass
 class CallSizes:
-    """What is known of the sizes of one call that is to be planned.
+    """The known sizes of one call to be planned.
 
     key       its signature
     dims      the dims whose sizes change
-    family    what the call turned out to be one of
+    family    the family of the call, once it is captured
     """
 
     sizes: Sizes
@@ -157,8 +158,8 @@ class CallSizes:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around,
         capture: Callable[[Dims], tuple[AnySize, CaptureOptions, State, Effects]],
     ) -> Captured | None:  # fmt: skip
-        """What a capture of the call would give, by way of one for all sizes: an earlier one or, where none serves, the
-        one that `capture` makes. None: the call is captured by itself."""
+        """The capture of the call, made from one for all sizes: an earlier one or, if none applies, the one that
+        `capture` makes. None: the call has to be captured by itself."""
         alike = self.sizes.families(self.key)
         for family in alike:
             with contextlib.suppress(OtherSizesError):
@@ -183,15 +184,15 @@ class CallSizes:
 
     @property
     def known(self) -> bool:
-        """Whether there is a capture that the call may be one of."""
+        """Whether there is a family of the call."""
         return bool(self.sizes.families(self.key))
 
     def plan(self, inference: bool) -> Plan | None:
-        """The plan of such calls, if one was searched."""
+        """The searched plan of calls like this one with other sizes, or None."""
         return self.sizes.plans.get((self._alike, inference))
 
     def searched(self, plan: Plan, inference: bool) -> None:
-        """Keep a plan that was searched for the call."""
+        """Keep the searched plan of the call."""
         if self.family or self.dims:
             self.sizes.plans[self._alike, inference] = plan
             while len(self.sizes.plans) > _MOST_PLANS:
@@ -199,22 +200,22 @@ class CallSizes:
 
     @property
     def _alike(self) -> Signature:
-        """What calls of other sizes have in common with this one."""
+        """The signature that calls of other sizes have in common with this one."""
         return self.family.key if self.family else _blank(self.key, self.dims)
 
     @property
     def why_not(self) -> str:
-        """Why the call has no capture for all sizes; "" where it has one, or needs none."""
+        """Why the call has no capture for all sizes; "" if it has one, or needs none."""
         return "" if self.family else self.sizes.refused.get(_blank(self.key, self.dims), "")
 
 
 def _kind(key: Signature) -> Hashable:
-    """What calls have in common whose sizes can be compared."""
+    """The part of a signature that is equal for calls with comparable sizes."""
     return key.structure, tuple(len(shape) for shape, *_ in key.tensors)
 
 
 def _differing(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> set[tuple[int, int]]:
-    """The dims of which both have a size of at least 2, and not the same one."""
+    """The dims, as (tensor, dim), of different sizes that are both at least 2."""
     return {
         (place, dim)
         for place, pair in enumerate(zip(shapes, others, strict=True))
@@ -224,7 +225,7 @@ def _differing(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ..
 
 
 def _blank(key: Signature, dims: Dims) -> Signature:
-    """A signature without the sizes of `dims`, and without what follows from them: how dense tensors lie in memory."""
+    """A signature without the sizes of `dims`, and without the strides of dense tensors, which depend on them."""
     memory, gradients = key.answers
     if memory is not None:
         shapes = [shape for shape, *_ in key.tensors]
@@ -239,5 +240,5 @@ def _blank(key: Signature, dims: Dims) -> Signature:
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose last dim is densest."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,4 +1,4 @@
-"""Which names a piece of code reads and writes, and what it asks of how it is called."""
+"""The names that a piece of code reads and writes, and the properties of its call that it queries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
 _BY_TEXT = frozenset({"eval", "exec", "globals"})
-# what creates an object like another one
+# names that create an object of another one's class
 _CREATE_LIKE = frozenset({"__class__", "__new__", "__replace__", "_replace", "copy", "deepcopy", "replace", "type"})
-# what depends on how a tensor lies in memory (beside what a stand-in refuses to say)
+# names that depend on a tensor's memory layout (beside those that a stand-in refuses)
 _MEMORY = frozenset(
     {
         "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "data_ptr", "dim_order", "is_contiguous",
@@ -33,9 +33,9 @@ class Names:
     attributes: frozenset[str]
     read: frozenset[str]
     written: frozenset[str]
-    any_attribute: bool  # it reads attributes by names that it computes, or all of them
-    any_global: bool  # it reads globals by names that it computes
-    creates: bool  # it may create an object of a class that it does not name
+    any_attribute: bool  # it reads attributes by computed names, or all of them
+    any_global: bool  # it reads globals by computed names
+    creates: bool  # it may create objects of classes that it does not name
 
     @property
     def environment(self) -> bool:
@@ -44,7 +44,7 @@ class Names:
 
     @property
     def asks(self) -> Asks:
-        """What the code asks of how it is called."""
+        """The properties of its call that the code queries."""
         used = self.attributes | self.read
         return Asks(bool(used & _MEMORY), bool(used & _GRADIENTS))
 
@@ -63,7 +63,7 @@ def names_in(code: CodeType) -> Names:
         elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(value)
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    if read & {"getattr", "hasattr", "attrgetter"}:  # by a name in a string
+    if read & {"getattr", "hasattr", "attrgetter"}:  # names in strings
         attributes |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
     computed = "vars" in read or "__dict__" in attributes or (formats and "getattr" in read)
     return Names(
@@ -78,8 +78,8 @@ def names_in(code: CodeType) -> Names:
 
 @dataclass(frozen=True)
 class Asks:
-    """What code asks about how it is called, beside shapes and values: how tensors lie in `memory`, and whether
-    `gradients` are enabled."""
+    """The properties of its call, beside shapes and values, that code queries: the layout of tensors in `memory`, and
+    whether `gradients` are enabled."""
 
     memory: bool = False
     gradients: bool = False
@@ -88,7 +88,7 @@ class Asks:
         return Asks(self.memory or other.memory, self.gradients or other.gradients)
 
     def answers(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-        """What a call with these tensors answers; None for what is not asked."""
+        """The answers for a call with these tensors; None for a property that is not queried."""
         return (
             tuple(t.stride() for t in tensors) if self.memory else None,
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) if self.gradients else None,

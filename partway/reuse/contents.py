@@ -1,7 +1,7 @@
-"""What objects of Python's own types, and of NumPy's, contain that a function may read.
+"""The contents of objects of Python's own types, and of NumPy's, that a function may read.
 
-A dict or an object of a user's class shows what is in it. A weak reference, a context variable or an array does not:
-each kind whose value may change has a row here that tells how to read it.
+The contents of a dict or of a user's object are visible. Those of a weak reference, a context variable or an array are
+not: each kind with a changing value has a row here that reads it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _NOTHING: Any = object()
 
 @dataclass(frozen=True)
 class Contents:
-    """What an object contains.
+    """The contents of an object.
 
-    objects   what to look into
+    objects   the objects inside, to be inspected
     names     the attributes that it reads from other objects
-    read      its value, as it is now: comparable
-    draws     it is a random generator, and its value is the state
-    whole     its attributes are all that it contains
+    read      returns its current value, which can be compared
+    draws     whether it is a random generator, whose value is its state
+    whole     whether its attributes are all of its contents
     """
 
     objects: tuple[Any, ...] = ()
@@ -52,7 +52,7 @@ class Contents:
 
 
 def contents_of(value: Any) -> Contents | None:
-    """What `value` contains; None if its type is not known here."""
+    """The contents of `value`; None if its type has no row here."""
     kind = type(value)
     if issubclass(kind, _WHOLE) or kind.__module__ == "multiprocessing.sharedctypes":
         return Contents(whole=True)
@@ -63,17 +63,17 @@ def contents_of(value: Any) -> Contents | None:
 
 
 def is_unwatched(value: Any) -> bool:
-    """Whether `value` may change without being noticed: it counts, or is too large to compare."""
+    """Whether changes of `value` cannot be noticed: it is a counter, or too large to compare."""
     kind = type(value)
     counts = hasattr(kind, "__next__") and not issubclass(kind, io.IOBase)
     return counts or issubclass(kind, random.SystemRandom) or (_size(value) is not None and contents_of(value) is None)
 
 
 def _size(value: Any) -> int | None:
-    """The size of an array in bytes; None of what is not one."""
+    """The size of an array in bytes; None for any other object."""
     kind = type(value)
     if issubclass(kind, array.array | bytearray | memoryview) or _is_ctypes(kind):
-        with suppress(ValueError):  # released
+        with suppress(ValueError):  # a released memoryview
             return memoryview(value).nbytes
     number = getattr(sys.modules.get("numpy"), "generic", ())  # its instances never change
     if hasattr(kind, "__array_interface__") and not issubclass(kind, number):
@@ -111,7 +111,7 @@ def _bound(value: Any) -> Contents:
 
 
 def _named(value: Any) -> Contents:
-    """An attrgetter, itemgetter or methodcaller: only its pickle tells what it gets."""
+    """The contents of an attrgetter, itemgetter or methodcaller, of which only the pickle shows the names."""
     _, given, *_ = value.__reduce__()
     texts = [text for text in given if isinstance(text, str)]
     return Contents(tuple(given), frozenset(part for text in texts for part in text.split(".")))

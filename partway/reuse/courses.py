@@ -1,11 +1,11 @@
-"""The courses of one function for one signature: what it asked of values, and the plan that each answer led to.
+"""The courses of one function for one signature: its questions about values, and the plan for each set of answers.
 
-A function that asks nothing has one plan, and a call of it looks at nothing here. What a function does ask
-(propagation/capture/export/questions.py) is asked of every call, in order and before anything runs, and the plan with
-the same answers is used. The same answers lead to the same next question, so looking up a plan is a walk down a tree. A
-late question is assumed to have the answer of the last call; if it has another, the call runs again.
+A function without questions has one plan, and its calls do not use this module. Otherwise the questions
+(propagation/capture/export/questions.py) are answered for every call, in order and before anything runs, and the plan
+with the same answers is used. The same answers lead to the same next question, so looking up a plan is a walk down a
+tree. A late question is assumed to have the answer of the last call; if it has another, the call runs again.
 
-What a function reads beside its arguments (state.py) may change as well: then it has other courses.
+The state that a function reads beside its arguments (state.py) may change as well: each state has its own courses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partway.reuse.state import State
 MOST_PLANS = 128  # of one function
 MOST_NODES = 1_000_000  # of their graphs, about 3.5 GB: a large model has fewer plans
 _OFTEN = 4  # changes of one value, after which a warning names it
-_MANY = 8  # plans of one signature, after which a warning says what asks
+_MANY = 8  # plans of one signature, after which a warning names the questions
 
 
 class MistakenError(Exception):
@@ -40,10 +40,10 @@ class MistakenError(Exception):
 
 
 class Course(Protocol):
-    """What runs one course.
+    """The runner of one course.
 
-    state    what it depends on beside the call
-    nodes    how many its graphs have, by which it weighs in memory
+    state    the state on which it depends beside the call
+    nodes    the number of nodes of its graphs, a measure of its memory
     """
 
     state: State
@@ -51,11 +51,11 @@ class Course(Protocol):
 
     @property
     def asked(self) -> tuple[tuple[Question, Answer], ...]:
-        """The questions that were asked in it, with their answers."""
+        """The questions of the course, with their answers."""
         ...
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the numbers among the tensors of a call are such that it is of this course."""
+        """Whether a call with these changing numbers among its tensors is of this course."""
         ...
 
 
@@ -64,14 +64,14 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Courses(list[C]):
-    """What runs the calls of one signature, one for each course. `state`: what they depend on beside the call; unset
-    while there is none."""
+    """The runners of one signature, one for each course. `state`: the state on which they depend beside the call; unset
+    while there are none."""
 
     state: State
 
     def of(self, values: Values, late: Sequence[Answer] = (), tensors: Sequence[Tensor] = ()) -> C | None:
-        """The course whose answers are those of `values`; None if it is not planned (then no random number was drawn).
-        The first late questions are answered by `late`, further ones as in the course that was called last."""
+        """The course with the answers of `values`; None if it is not planned (then random numbers are not advanced).
+        `late` answers the first late questions; further ones are assumed to be as in the course called last."""
         answers: list[Answer] = []
         known = iter(late)
         draws = any(question.draws for course in self for question, _ in course.asked)
@@ -89,11 +89,11 @@ class Courses(list[C]):
         return None
 
     def called(self, course: C) -> None:
-        """Remember that `course` was the last one that was called."""
+        """Note that `course` was called last."""
         self.sort(key=lambda each: each is not course)
 
     def add(self, course: C, name: str) -> None:
-        """Add a course of the function called `name`."""
+        """Add a course of the function `name`."""
         self.state = course.state.joined(self.state) if self else course.state
         self.insert(0, course)
         if len(self) == _MANY:
@@ -107,8 +107,8 @@ class Courses(list[C]):
 
 
 class PlannedCalls(Generic[K, C]):
-    """The planned calls of one function, by their signature and by what the function reads beside the call. At most
-    MOST_PLANS are kept, with MOST_NODES in their graphs; those called longest ago go first, and the last one stays."""
+    """The planned calls of one function, by signature and by the state that the function reads. At most MOST_PLANS are
+    kept, with MOST_NODES in their graphs; the least recently called are dropped first, and the last one stays."""
 
     def __init__(self) -> None:
         self._by_signature: OrderedDict[K, list[Courses[C]]] = OrderedDict()
@@ -119,11 +119,11 @@ class PlannedCalls(Generic[K, C]):
 
     @property
     def signatures(self) -> tuple[K, ...]:
-        """Those that are kept, the one called last at the end."""
+        """The signatures of all plans, the one called last at the end."""
         return tuple(self._by_signature)
 
     def find(self, fn: Callable[..., Any], key: K) -> Courses[C]:
-        """The courses of the signature `key` for what `fn` reads now; empty if these are new."""
+        """The courses of the signature `key` for the current state of `fn`; empty if there are none."""
         known = self._by_signature.get(key)
         if not known:
             return Courses()
@@ -171,8 +171,8 @@ def _agrees(course: Course, answers: list[Answer]) -> bool:
 
 
 def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: Collection[str] = ()) -> Values:
-    """Where questions find the tensors of a call: among its `tensors`, and by name in the `state` of its module.
-    `parts`: the inputs of which a process has only its part."""
+    """A function that looks up the tensors of questions among a call's `tensors`, and by name in the `state` of its
+    module. `parts`: the inputs of which a process has only its part."""
 
     def value(leaf: Leaf) -> Tensor:
         is_input = leaf.role is Role.INPUT

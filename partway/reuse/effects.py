@@ -1,4 +1,4 @@
-"""What a function writes in Python while it is captured: put back afterwards, and written again by each call."""
+"""The side effects of a function in Python: undone after its capture, and repeated by each call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from partway.strategy import CaptureError
 
 
 class Effects:
-    """What a function writes while it is captured: attributes of modules and objects, variables, elements of lists and
-    dicts. After the capture everything is as it was; each call then writes its own values there."""
+    """The places that a function writes while it is captured: attributes of modules and objects, variables, elements of
+    lists and dicts. After the capture the old values are restored; each call then writes its own values there."""
 
     def __init__(self, fn: Callable[..., Any], state: State) -> None:
         self._fn, self._state = fn, state
@@ -25,11 +25,12 @@ class Effects:
         self.writes: tuple[Write, ...] = ()
 
     def begin(self) -> None:
-        """The function begins to run."""
+        """Take a snapshot before the function runs."""
         self._before = Snapshot(self._fn, self._state.reached)
 
     def end(self) -> list[Any]:
-        """The function has run: the values that it leaves. Everything is as it was again."""
+        """Restore the snapshot after the function has run, and return the values that it wrote. Raises CaptureError for
+        writes that a call cannot repeat."""
         assert self._before is not None
         replaced, changed = self._before.replaced(), next(self._before.changed(), None)
         pairs = zip(self._before.parameters(), self._outside.parameters(), strict=True)
@@ -52,26 +53,26 @@ class Effects:
         return [write.value for write in self.writes]
 
     def abort(self) -> None:
-        """The function raised an error."""
+        """Restore the snapshot after the function raised an error."""
         if self._before is not None:
             self._before.restore()
 
     def finish(self) -> None:
-        """The capture is over: put back the lists and dicts in whose place torch.export leaves copies."""
+        """After the capture, restore the lists and dicts that torch.export has replaced by copies."""
         self._outside.restore()
 
     def noted(self) -> Noted:
-        """What Python holds now."""
+        """A snapshot of the current values."""
         return Snapshot(self._fn, self._state.reached)
 
     @property
     def kept(self) -> frozenset[str]:
-        """The names of the places in which it leaves tensors."""
+        """The labels of the places to which it writes tensors."""
         return frozenset(write.label for write in self.writes if flatten(write.value)[0])
 
     def check(self, constants: Mapping[str, Tensor]) -> None:
-        """Raise CaptureError if the function reads a tensor from a place where it leaves another one. `constants`: the
-        tensors that it took from outside."""
+        """Raise CaptureError if the function reads a tensor from a place to which it writes another one. `constants`:
+        the tensors that it took from outside."""
         assert self._before is not None
         for write in self.writes:
             old = flatten(self._before.old.get(write.label))[0]
@@ -83,6 +84,6 @@ class Effects:
                 )
 
     def put(self, values: Sequence[Any]) -> None:
-        """Leave these values where the function leaves its own."""
+        """Write the values of a call to the places that the function writes."""
         for write, value in zip(self.writes, values, strict=True):
             write.put(value)

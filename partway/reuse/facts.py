@@ -1,4 +1,4 @@
-"""Facts: what must be equal for two values that a function reads to count as the same."""
+"""Facts: comparable values, equal if two values that a function reads count as the same."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 
 
 def fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
-    """What must be equal for two values to count as the same: the value of numbers and strings, the type of what is
-    watched itself, the identity of tensors, functions and everything else (or what `leaf` returns for it). A container,
-    however deep, has the facts of its elements current after another; current that comes again has its number."""
+    """The fact of a value, equal for values that count as the same: the value of numbers and strings, the type of
+    objects that are watched themselves, the identity of tensors, functions and everything else (or the result of
+    `leaf`). A container of any depth has the facts of its elements in order; a repeated container has its number."""
     if not issubclass(type(value), CONTAINERS):
         return (leaf or _leaf)(value)
     facts: list[Any] = []
@@ -63,7 +63,7 @@ def _leaf(value: Any) -> Any:
 
 
 def likeness(value: Any) -> Any:
-    """The fact of a value that the function itself replaces: of a tensor its shape, dtype and requires_grad."""
+    """The fact of a value that the function itself replaces: for a tensor its shape, dtype and requires_grad."""
     return fact(value, _leaf_likeness)
 
 

@@ -1,7 +1,7 @@
-"""Whether a call is like the last one: then it only runs, and nothing is looked up or checked.
+"""The guard of the last call: a call like that one runs without lookups and further checks.
 
-Every call pays for this, so it compares what is there with what was there, by identity where that is enough, and
-builds nothing. A guard that does not hold costs a lookup among the plans, never a wrong answer.
+Every call pays for the guard, so it compares existing objects, by identity where possible, and builds nothing. A guard
+that does not hold costs a lookup among the plans, never a wrong result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
 class Guard:
-    """What the plan of a call of `fn` depends on, as it was at that call."""
+    """Everything that the plan of a call of `fn` depends on, as it was at that call."""
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
         state: State, numbers: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """`numbers`: the paths of those that come as tensors."""
+        """Note a call. `numbers`: the paths of the changing numbers, which are passed as tensors."""
         self.numbers = numbers
         tensors, self._structure = _flat(args, kwargs, numbers)
         self.context, self._algo, self._state = context, current_algo(), state
@@ -55,7 +55,7 @@ class Guard:
         self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
-        # without a gradient to take a module in training runs as with one
+        # torch.no_grad does not change the plan of a module in training
         self._by_mode = (bool(modules) and not any(self._training)) or any(t.requires_grad for t in tensors)
         self._inference = _inference(self._by_mode)
         self._stores = [parameters_in(m) for m in modules]  # the state watches the modules inside
@@ -64,14 +64,14 @@ class Guard:
         self._sizes = [*map(len, self._stores)]
         self._parameters = list({id(p): p for p in self._parameters_in_order if isinstance(p, Tensor)}.values())
         self._facts = [*map(_FACTS, self._parameters)]
-        # where the parts of DTensors are: another plan may have moved them
+        # the placements of DTensors, which another plan may have changed
         self._specs = [(p, spec_of(p)) for p in self._parameters if spec_or_none(p) is not None]
 
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
-        """The tensors of a call that has the same plan; None for another call."""
+        """The tensors of a call if it has the same plan; else None."""
         if not self._specs:
             return self._admitted(args, kwargs, context)
-        # to ask a split parameter for its dtype takes microseconds otherwise
+        # otherwise reading the dtype of a split parameter takes microseconds
         found: list[Tensor] | None = as_object(self._admitted, (), (args, kwargs, context), {})
         return found
 
@@ -80,7 +80,7 @@ class Guard:
             tensors, structure = _flat(args, kwargs, self.numbers)
             if not structure.is_like(self._structure):
                 return None
-        else:  # tensors by position, as nearly always: no structure to compare
+        else:  # tensors by position, the usual case, need no comparison of structures
             tensors = list(args)
         same = (
             (context is self.context or context == self.context)
@@ -108,19 +108,19 @@ def _flat(args: Any, kwargs: Any, numbers: Sequence[Path]) -> tuple[list[Tensor]
 
 
 def _inference(by_mode: bool) -> tuple[bool, bool]:
-    """What says whether a gradient will be taken; `by_mode`: torch.no_grad does, too."""
+    """The modes that decide whether a gradient will be taken; `by_mode`: torch.no_grad is one of them."""
     return torch.is_inference_mode_enabled(), by_mode and torch.is_grad_enabled()
 
 
 def asked(asks: Asks, context: ParallelContext) -> Asks:
-    """What code asks, and what Partway asks on its behalf: PyTorch draws random numbers in the order of memory."""
+    """The queries of code, and of Partway on its behalf: PyTorch draws random numbers in memory order."""
     return asks | Asks(memory=context.random_numbers is RandomNumbers.TORCH)
 
 
 def modes() -> tuple[Any, ...]:
-    """The settings of torch itself: the default dtype, whether algorithms must be deterministic, the dtypes that
-    torch.autocast casts to on a CPU and on a GPU (None where it is off), and the modes that functions run in
-    (torch.set_default_device's is one) with their attributes."""
+    """The settings of torch itself: the default dtype, whether algorithms must be deterministic, the dtypes of
+    torch.autocast on a CPU and on a GPU (None if it is off), and the active function modes (such as that of
+    torch.set_default_device) with their attributes."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -131,7 +131,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def warn_of_modes(name: str) -> None:
-    """Warn of active dispatch modes that are not PyTorch's: they see a program in place of the function `name`."""
+    """Warn of active dispatch modes that are not PyTorch's: they see a program and not the function `name`."""
     for mode in dispatch_modes():
         if type(mode).__module__.partition(".")[0] != "torch":
             warnings.warn(

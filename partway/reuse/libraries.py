@@ -1,6 +1,6 @@
-"""Which Python modules and types belong to a library, so that nothing inside them is watched.
+"""The Python modules and types of libraries, inside which nothing is watched.
 
-What a library's code reads is its own affair and holds no number of a model.
+The state that a library's code reads is its own, and contains no numbers of a model.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made
 
 
 def is_closed(module: Any) -> bool:
-    """Whether the Python module of this name is a library's. (The `__module__` of C code may be no text.)"""
+    """Whether the Python module of this name is a library's. (The `__module__` of C code may not be a string.)"""
     return not isinstance(module, str) or _is_library(module.partition(".")[0])
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_library(name: str) -> bool:
-    """Whether this is the name of a library. (A module `code` in a folder of the user's is not that of the standard
-    library.)"""
+    """Whether this is the name of a library. (A user's module `code` is not that of the standard library.)"""
     if name not in sys.stdlib_module_names:
         return name in _TOOLS
     place = getattr(sys.modules.get(name), "__file__", None)  # None: it is part of Python itself
@@ -37,7 +36,7 @@ def _is_library(name: str) -> bool:
 
 
 def is_installed(path: str) -> bool:
-    """Whether the file at `path` belongs to a package that is installed, or to Python."""
+    """Whether the file at `path` belongs to an installed package, or to Python."""
     return "-packages" in path or path.startswith(_STANDARD)
 
 

@@ -1,8 +1,8 @@
-"""What a function depends on, as a digest that is the same in another process.
+"""The state of a function as a digest that is the same in other processes.
 
-In one process most of what a function can reach is compared by identity (facts.py). Another process has other objects:
-there it is what they contain that counts. Code is compared by what it does, of libraries by their versions. An object
-that does not show what it contains has no digest, and neither has what depends on it.
+In one process most objects that a function can reach are compared by identity (facts.py). Another process has other
+objects, which are compared by their contents: code by its instructions, libraries by their versions. An object with
+hidden contents has no digest, and neither has a value that depends on it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type(NotImplemented), type(...),
 )  # fmt: skip
-# what is known by its name: it is a part of Python, or of a library whose version counts
+# identified by name: parts of Python, or of a library whose version is in the digest
 _BY_NAME = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
-# what shows the functions in it under these names
+# wrappers, and the attributes with the wrapped functions
 _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     staticmethod: ("__func__",),
@@ -48,15 +48,15 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     types.CellType: ("cell_contents",),
     functools.partial: ("func", "args", "keywords"),
 }
-_EMPTY = (type(threading.Lock()), type(threading.RLock()), object)  # no number follows from what is in them
+_EMPTY = (type(threading.Lock()), type(threading.RLock()), object)  # their contents affect no numbers
 
 
 class NotPortableError(Exception):
-    """Another process may have such a value as well, but nothing tells whether it is the same."""
+    """A value cannot be compared with one in another process."""
 
 
 def digest(*values: Any) -> str:
-    """A digest of `values`, by what they contain. Raises NotPortableError where that cannot be told."""
+    """A digest of `values`, by their contents. Raises NotPortableError if they have hidden contents."""
     writer = _Writer()
     for value in values:
         writer.write(value)
@@ -68,20 +68,20 @@ class _Writer:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._numbers: dict[int, int] = {}  # of the objects so far, by their ids
-        self._kept: list[Any] = []  # so that no other object gets one of these ids
+        self._numbers: dict[int, int] = {}  # of the objects written so far, by id
+        self._kept: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._libraries: set[str] = set()
         self._count = 0
 
     def finish(self) -> str:
-        """The digest of all, and of the versions of the libraries that were met."""
+        """The digest of all values, and of the versions of the libraries among them."""
         for name in sorted(self._libraries):
             self._text(f"{name} {getattr(sys.modules.get(name), '__version__', '')}")
         self._text(sys.version)
         return self._hash.hexdigest()
 
     def write(self, value: Any) -> None:
-        """Write `value`, and what it contains."""
+        """Write `value` and its contents."""
         waiting = [value]
         while waiting:
             waiting += reversed([*self._parts(waiting.pop())])
@@ -93,7 +93,7 @@ class _Writer:
         self._hash.update(text.encode(errors="surrogatepass") + b"\0")
 
     def _parts(self, value: Any) -> Iterator[Any]:
-        """Write the head of `value`; what is to be written next."""
+        """Write the head of `value`, and yield the values to be written next."""
         kind = type(value)
         if kind is Same:
             yield value.value
@@ -101,9 +101,9 @@ class _Writer:
             self._named(kind, f"{kind.__qualname__}.{value.name}")
             yield value.value
         elif issubclass(kind, _PLAIN):
-            own: Any = next(base for base in kind.__mro__ if base in _PLAIN)  # a subclass may write itself in any way
+            own: Any = next(base for base in kind.__mro__ if base in _PLAIN)  # a subclass may have any repr
             self._text(f"{kind.__qualname__} {own.__repr__(value)}")
-        elif issubclass(kind, nn.Module):  # what a function can reach in one is told by itself
+        elif issubclass(kind, nn.Module):  # its reachable attributes are written separately
             self._named(kind, kind.__qualname__)
         elif issubclass(kind, type):
             self._named(value, value.__qualname__)
@@ -179,7 +179,7 @@ class _Writer:
             yield contents.read()
 
     def _attributes(self, value: Any, kind: type) -> Iterator[Any]:
-        """The attributes of an object of which they are all."""
+        """Write an object that consists of its attributes."""
         slots = [name for base in kind.__mro__ for name, own in vars(base).items()
                  if isinstance(own, types.MemberDescriptorType) and not name.startswith("__")]  # fmt: skip
         store = getattr(value, "__dict__", None)

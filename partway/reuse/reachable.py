@@ -1,10 +1,10 @@
-"""All that the code of a function can reach by the names in it.
+"""Everything that the code of a function can reach by the names in it.
 
-No read is intercepted. Which names a function reads is seen in its code, and whatever has one of them where the
-function can reach it is watched: too much rather than too little, since watching costs a comparison of identities.
+Reads are not intercepted. The names that a function reads are found in its code, and every reachable object with one of
+them is watched: rather too many than too few, since watching costs only a comparison of identities.
 
-Anything may lie there, even what raises an error when an attribute is asked for, or on `isinstance` (which asks for
-`__class__`). So for what is not known, the type is asked.
+Any object may be reachable, even one that raises an error at an attribute access, or at `isinstance` (which reads
+`__class__`). So unknown objects are examined by `type`.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ _UNWATCHED = {
     "time": "clock",
     "uuid": "source of random bytes",
 }
-# torch's own stores, which the guard watches, and ours
+# torch's own attributes, which the guard watches, and ours
 OWN_STORES = frozenset(vars(nn.Module())) | {COMPILED_CALL, ATTRIBUTE}
-_ALWAYS = frozenset({"forward"})  # what runs though no code names it
+_ALWAYS = frozenset({"forward"})  # runs although no code names it
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 _NO_STORE: Mapping[str, Any] = {}
 
 
 def _home(value: Any) -> str | None:
-    """The name of the Python module that a class or a function comes from; of a module its own."""
+    """The name of the Python module of a class or a function; of a module its own."""
     return value.__name__ if isinstance(value, ModuleType) else value.__module__
 
 
 def _own_store(value: Any) -> Mapping[str, Any]:
-    """The attributes that an object itself has."""
+    """The instance attributes of an object."""
     try:
         store = object.__getattribute__(value, "__dict__")
-    except Exception:  # a proxy whose object is gone may raise anything
+    except Exception:  # a dead proxy may raise anything
         return _NO_STORE
     return store if isinstance(store, dict) else _NO_STORE
 
 
 @dataclass
 class Owner:
-    """Something with attributes.
+    """An object with attributes.
 
-    label    what messages write before the name of an attribute
-    store    where the attributes are
-    every    whether all of them count, or those that code names
-    kind     its type; None of a class or a Python module
+    label    the prefix of its attributes' names in messages
+    store    the dict of the attributes
+    every    whether all of them count, or only those that code names
+    kind     its type; None for a class or a Python module
     static   that class or module, unless it is a library's
     seen     the attributes that were added
     """
@@ -77,7 +77,7 @@ class Owner:
 
 
 class Reachable:
-    """All that the code of a function can reach by the names in it."""
+    """Everything that the code of a function can reach by the names in it."""
 
     def __init__(self, fn: Callable[..., Any], observers: frozenset[int]) -> None:
         self.attributes = set(_ALWAYS)
@@ -90,19 +90,19 @@ class Reachable:
         self.asks = Asks()
         self._any_attribute = False  # whether code computes the names of attributes
         self._creates = False  # whether code creates objects of classes that it does not name
-        self._constructors: list[tuple[str, Any]] = []  # of classes that were reached by their objects
-        self.reads: list[tuple[str, Callable[[], Any], bool]] = []  # a label, what reads it, whether it is a generator
+        self._constructors: list[tuple[str, Any]] = []  # of classes that were reached through their objects
+        self.reads: list[tuple[str, Callable[[], Any], bool]] = []  # a label, a reader, whether it is a generator
         self.functions: list[FunctionType] = []  # those whose code may change
         self.unwatched: list[tuple[str, str]] = []
-        self._waiting = deque[tuple[Any, str, bool]]()  # reached, and not looked into yet
+        self._waiting = deque[tuple[Any, str, bool]]()  # reached, and not inspected yet
         self._known: set[int] = set()
         self._types: set[int] = set()
         self._global: set[tuple[int, str]] = set()
-        self._kept: list[Any] = []  # keeps what is known alive, so that no other object gets its id
+        self._kept: list[Any] = []  # keeps known objects alive, so that their ids stay unique
         if isinstance(fn, nn.Module):
             for path, module in fn.named_modules():
                 self.reach(module, f"{path}." if path else "")
-            for name, tensor in state_of(fn).items():  # attributes that people gave them
+            for name, tensor in state_of(fn).items():  # attributes that users have set on tensors
                 self.owners.append(Owner(f"{name}.", vars(tensor), False, type(tensor)))
             for _, _, store in module_hooks(fn):
                 for hook in store.values():
@@ -113,7 +113,7 @@ class Reachable:
         self._follow()
 
     def reach(self, value: Any, label: str, every: bool = False) -> None:
-        """Look into `value` in its turn; the labels of its attributes begin with `label`."""
+        """Queue `value` for inspection; the labels of its attributes begin with `label`."""
         if issubclass(type(value), (*PLAIN, Tensor)) or id(value) in self._known:
             return
         self._known.add(id(value))
@@ -131,11 +131,11 @@ class Reachable:
             if contents.read is not None:
                 self.reads.append((label.rstrip("."), contents.read, contents.draws))
             self._reach_all(contents.objects, label)
-            if not is_closed_type(type(value)):  # a user's, with methods
+            if not is_closed_type(type(value)):  # a user's subclass, with methods
                 self._reach_type(type(value))
 
     def _note(self, value: Any, label: str) -> None:
-        """Note what cannot be watched."""
+        """Note `value` if it cannot be watched."""
         kind = type(value)
         if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _UNWATCHED:
             self.unwatched.append((label, _UNWATCHED[str(_home(value))]))
@@ -215,7 +215,7 @@ class Reachable:
         names = names_in(fn.__code__)
         self.attributes |= names.attributes
         if not is_closed(fn.__globals__.get("__name__", "")):  # not __module__: functools.wraps copies it
-            if "-packages" not in fn.__code__.co_filename:  # what is installed is not edited while it runs
+            if "-packages" not in fn.__code__.co_filename:  # installed code is not edited while it runs
                 self.functions.append(fn)
             self._reach_globals(fn, names)
             if attributes := vars(fn):
@@ -244,7 +244,7 @@ class Reachable:
         self.globals += [(f"global {name}", where, name) for name in sorted(names.written)]
 
     def _follow(self) -> None:
-        """Add whatever has one of the names, until there is no more."""
+        """Add every attribute with one of the names, until there are no more."""
         done = -1
         while self._waiting or done != len(self.attributes) + len(self.owners):
             done = len(self.attributes) + len(self.owners)

@@ -1,4 +1,4 @@
-"""What a call was planned again for: which size, flag or mode is another than in the calls that have a plan."""
+"""Why a call was planned again: the sizes, flags or modes that differ from the calls that have a plan."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from partway.runtime.launching.process import get_rank
 
 _log = logging.getLogger("partway")
 _planning = logging.getLogger("partway.planning")
-FIRST = 3  # plans after which one more is said; then after twice as many and one, and so on
-SAID = 4  # of the differences
+FIRST = 3  # the first number of plans that is logged; the next is twice the last and one
+SAID = 4  # the most differences in a message
 
 
 class Signature(NamedTuple):
-    """All that a plan depends on, beside what the function reads.
+    """Everything that a plan depends on, beside the state that the function reads.
 
     structure    the containers and plain values of the arguments
-    tensors      of each tensor: shape, dtype, device, whether it requires a gradient, how it lies, its attributes
-    answers      how tensors lie in memory and what gradients are recorded, where code asks for that
-    training     of each module whether it is in training
+    tensors      of each tensor: shape, dtype, device, whether it requires a gradient, its placement, its attributes
+    answers      the memory order of tensors, and whether gradients are enabled, if code asks for that
+    training     of each module: whether it is in training
     parameters   of each parameter: type, whether it requires a gradient, dtype, shape
     inference    whether the plan has no backward
     modes        the settings of torch itself
@@ -53,10 +53,10 @@ def note_replanning(
     name: str, names: Sequence[str], now: Signature, known: Sequence[Signature], count: int, served: bool,
     refused: str,
 ) -> None:  # fmt: skip
-    """Log that the function `name`, whose tensors are called `names`, was planned again, after `count` times, and what
-    for: what differs from the most similar of the calls that are `known`. `served`: the new plan is for all sizes of
-    the dims that change; `refused`: why there is none."""
-    if now in known:  # what the function reads has changed, and PlannedCalls warns of that
+    """Log that the function `name`, with tensors called `names`, was planned again, after `count` times, and why: the
+    differences from the most similar of the `known` calls. `served`: whether the new plan is for all sizes of the
+    dims that change; `refused`: why it is not."""
+    if now in known:  # the state of the function has changed, of which PlannedCalls warns
         return
     warns = count >= FIRST and not (count + 1) & count and not get_rank()  # 3, 7, 15, ...
     if not known or not (warns or _planning.isEnabledFor(logging.INFO)):
@@ -78,12 +78,12 @@ def note_replanning(
 
 
 def _first(found: Sequence[str]) -> Sequence[str]:
-    """The first differences: the tensors of a cache change all alike."""
+    """The first differences as text; the tensors of a cache, for example, all change in the same way."""
     return found if len(found) <= SAID else [*found[:SAID], f"{len(found) - SAID} differences more"]
 
 
 def _differences(names: Sequence[str], now: Signature, before: Signature) -> Iterator[str]:
-    """What differs, in words."""
+    """The differences of two signatures, as text."""
     alike = len(now.tensors) == len(before.tensors)
     if alike:
         for name, one, other in zip(names, now.tensors, before.tensors, strict=True):

@@ -1,4 +1,4 @@
-"""What a function may write, as it is at one moment: what differs later, and how to put it back."""
+"""Snapshots of everything that a function may write, to find later changes and to undo them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GONE: Any = object()  # stands for a value where there is none
 
 @dataclass(frozen=True)
 class Write:
-    """A function leaves `value` in the place called `label`; `put` writes a value there."""
+    """A function's write of `value` to the place `label`; `put` writes a value there."""
 
     label: str
     put: Callable[[Any], None]
@@ -30,7 +30,7 @@ class Write:
 
 
 class Snapshot:
-    """What a function may write, as it was when this was created."""
+    """The values of all places that a function may write, at the time of creation."""
 
     def __init__(self, fn: Callable[..., Any], reachable: Reachable) -> None:
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
@@ -67,12 +67,12 @@ class Snapshot:
         return [one for kind, _, _, copy in self._fixed if kind == "parameter" for one in copy.values()]
 
     def writes(self, stand_ins: Mapping[int, Any] = types.MappingProxyType({})) -> Iterator[Write]:
-        """The places that hold another object now. `stand_ins`: by id, the parameters in whose place others stood; a
-        list of those that was one of the parameters is no other, as an nn.LSTM makes one of its weights."""
+        """The places that hold another object now. `stand_ins`: by the id of a stand-in, its parameter. A list of
+        stand-ins in place of one of their parameters, such as an nn.LSTM makes of its weights, is no change."""
         known = {id(container) for _, container, _ in self._containers}
 
         def kept(value: Any) -> Any:
-            """A container that was there before stays that object, though it may lie elsewhere now."""
+            """Mark a container of the snapshot, which stays the same object even in another place."""
             return _Kept(value) if id(value) in known else value
 
         for label, store, name, old in self._places():
@@ -90,7 +90,7 @@ class Snapshot:
                 yield Write(label, functools.partial(_refill, container), _copy(container, kept))
 
     def _places(self) -> Iterator[tuple[str, MutableMapping[str, Any], str, Any]]:
-        """The places in dicts: label, dict, key, and what was there."""
+        """The places in dicts: label, dict, key and old value."""
         for label, store, copy in self._copies:
             for name in dict.fromkeys((*copy, *(n for n in store if n not in OWN_STORES))):
                 yield f"{label}{name}", store, name, copy.get(name, _GONE)
@@ -109,17 +109,17 @@ class Snapshot:
         ]
 
     def changed(self) -> Iterator[tuple[str, bool]]:
-        """What has another value now that no call can write there, and whether random numbers were drawn from it."""
+        """The labels of changed values that no call can write, and whether random numbers were drawn from them."""
         for label, read, draws, before in self._reads:
             if fact(read()) != before:
                 yield label, draws
 
     def left(self) -> list[Any]:
-        """The values that were put somewhere since."""
+        """The values written since."""
         return [write.value for write in self.writes()]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all values."""
         for _, store, copy in self._copies:
             for name in [name for name in store if name not in OWN_STORES and name not in copy]:
                 del store[name]
@@ -141,7 +141,7 @@ class Snapshot:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether this is a tensor, or a module with parameters or buffers."""
+    """Whether `value` is a tensor, or a module with parameters or buffers."""
     return issubclass(type(value), Tensor) or (
         issubclass(type(value), nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
     )
@@ -152,7 +152,7 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    """Whether two containers of one type hold the very same things."""
+    """Whether two containers of one type hold the same objects."""
     if isinstance(one, set):
         return set(map(id, one)) == set(map(id, other))
     return len(one) == len(other) and all(a is b for a, b in zip(elements_of(one), elements_of(other), strict=True))
@@ -172,7 +172,7 @@ def _lists_same(old: Any, now: Any, stand_ins: Mapping[int, Any]) -> bool:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What differs: name, old value and new value (_GONE where there is none)."""
+    """The differences: name, old value and new value (_GONE if there is none)."""
     pairs = ((name, before.get(name, _GONE), now.get(name, _GONE)) for name in dict.fromkeys((*before, *now)))
     return [(name, old, new) for name, old, new in pairs if old is not new]
 
@@ -190,7 +190,7 @@ def _put(store: MutableMapping[str, Any], name: str, value: Any) -> None:
 
 
 def _fill(one: Any, name: str, value: Any) -> None:
-    """Put `value` into a slot or a cell: of a frozen object, too, as whatever changed it did."""
+    """Put `value` into a slot or a cell, also of a frozen object, whose code has changed it in the same way."""
     object.__setattr__(one, name, _unwrapped(value))
 
 
@@ -202,7 +202,7 @@ def _set(one: Any, name: str, value: Any) -> None:
 
 
 class _Kept:
-    """Stands for a container that was there before and stays that object."""
+    """Marks a container of the snapshot, which stays the same object."""
 
     __slots__ = ("held",)
 
@@ -230,12 +230,12 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _base(container: Any) -> Any:
-    """The built-in type of a container: a subclass may do more than hold things."""
+    """The built-in type of a container; the methods of a subclass may do more."""
     return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
 
 
 def _copy(container: Any, change: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A container of the built-in type with the same elements, each as `change` has it."""
+    """A container of the built-in type with the same elements, each changed by `change`."""
     if isinstance(container, dict):
         return {key: change(value) for key, value in dict.items(container)}
     return _base(container)(container if isinstance(container, set) else map(change, container))

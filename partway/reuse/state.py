@@ -1,8 +1,8 @@
-"""What a captured function reads beside its arguments, parameters and buffers.
+"""The state that a captured function reads beside its arguments, parameters and buffers.
 
-Capture runs the Python of a function once, and a plan holds as long as that Python would do the same again. So what it
-may have read is compared before each call: attributes of modules and of the objects in them, globals, closures,
-elements of lists and dicts. `reachable.py` decides what that is.
+Capture runs the Python code of a function once, and a plan holds as long as that code would do the same again. So
+everything it may have read is compared before each call: attributes of modules and of the objects in them, globals,
+closures, elements of lists and dicts. `reachable.py` finds these.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _GONE: Any = object()
 
 
 class State:
-    """What the plan of `fn` depends on beside a call and its tensors, as it is now.
+    """The state on which the plan of `fn` depends beside a call and its tensors, at the time of creation.
 
     observers   the ids of hooks on which a plan does not depend, since they run at each call
-    kept        the labels of what the function itself replaces: only what it is like counts
+    kept        the labels of values that the function itself replaces, compared by `likeness`
     read        the tensors whose values it read as numbers
     """
 
@@ -57,13 +57,13 @@ class State:
         self._reads = [(label, read, fact(read())) for label, read, draws in reached.reads if not draws]
         self._functions = reached.functions
         self._codes = [*chain.from_iterable(map(_CODE, reached.functions))]
-        # a new name may hide what is read: an object's hides its class's, a class's its base's
+        # a new name may hide one that is read: an instance's hides its class's, a class's its base's
         owned = [own.store for own in reached.owners if own.kind is not None or isinstance(own.static, type)]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
         inside = [value for label, value in reached.containers if label not in kept and not isinstance(value, tuple)]
         stores = [store for _, m in modules for store in (modules_in(m), buffers_in(m))]
-        # the elements of all of these one after another, how many each has, and what is empty
+        # the elements of all containers in sequence, the length of each, and the empty ones
         self._views = [*chain.from_iterable(map(_views, inside)), *(store.values() for store in stores if store)]
         self._views += [store.keys() for store in hooks if store]
         self._elements = [*chain.from_iterable(self._views)]
@@ -75,7 +75,7 @@ class State:
 
     def _facts(self, modules: Sequence[tuple[str, nn.Module]], reached: Reachable) -> dict[str, Any]:
         facts: dict[str, Any] = {f"class of {path or 'the module'}": type(module) for path, module in modules}
-        places = Counter[str]()  # how many have one label
+        places = Counter[str]()  # the number of places with each label
         for path, module in modules:
             for name, buffer in buffers_in(module).items():
                 place = f"buffer {path}.{name}" if path else f"buffer {name}"
@@ -100,7 +100,7 @@ class State:
         return facts
 
     def holds(self) -> bool:
-        """Whether everything is as it was. (False may be due to something that does not count.)"""
+        """Whether nothing has changed. (False may be due to a change that does not count.)"""
         try:
             return (
                 [*map(len, self._sized)] == self._sizes
@@ -115,11 +115,11 @@ class State:
                 and all(likeness(store[key]) == fact for store, key, fact in self._own)
                 and all(likeness(getattr(owner, name)) == fact for owner, name, fact in self._own_cells)
             )
-        except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone
+        except (AttributeError, KeyError, ValueError, RuntimeError):  # an object was removed
             return False
 
     def renewed(self, fn: Callable[..., Any]) -> State | None:
-        """This state, or what has taken its place and is like it; None where something that counts has changed."""
+        """This state, or a new one with equal facts; None if something that counts has changed."""
         if self.holds():
             return self
         now = State(fn, self.observers, self.kept, self.read)
@@ -134,7 +134,7 @@ class State:
         return True
 
     def joined(self, other: State) -> State:
-        """This state, with the tensors that `other` read as they were for it."""
+        """This state with the tensors that `other` read, in their versions."""
         joined = duplicate(self)
         more = [
             pair for pair in zip(other.read, other._versions, strict=True) if not any(pair[0] is t for t in self.read)
@@ -145,13 +145,13 @@ class State:
         return joined
 
     def differences(self, other: State) -> list[str]:
-        """The labels of what differs between two states."""
+        """The labels of the differences between two states."""
         labels = dict.fromkeys((*self.facts, *other.facts))
         return [label for label in labels if self.facts.get(label, _GONE) != other.facts.get(label, _GONE)]
 
 
 def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
-    """Warn of what `fn` can read whose changes nobody can see."""
+    """Warn of values that `fn` can read and that cannot be watched."""
     for label, kind in dict.fromkeys(state.reached.unwatched):
         warnings.warn(
             f"{name_of(fn)} reads {label}, a {kind}, whose values cannot be watched: they are taken once, when a call "
@@ -165,12 +165,12 @@ def _versioned(tensors: Sequence[Tensor], versions: Sequence[int]) -> Any:
 
 
 def _environment() -> Any:
-    """The variables as os.environ keeps them: it decodes what it gives, which takes longer than all else of a guard."""
+    """The variables as os.environ stores them; decoding them would take longer than the rest of a guard."""
     return vars(os.environ).get("_data") or dict(os.environ)
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to, as far as PyTorch counts."""
+    """The version of a tensor, by which PyTorch counts writes; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 

@@ -1,9 +1,9 @@
-"""What all stages need, and nothing of sharding.
+"""Helpers of all stages, independent of sharding.
 
 choice              enums that are strings
-files, afterwards   files that are whole or not there, blocks that clean up
+files, afterwards   atomic writes of files, blocks that clean up
 suggest             names that a person may have meant
-units, extras       sizes and times as people read them, and how to install an extra
-kits                the doors by which the core asks a kit for something
+units, extras       sizes and times in readable units, and how to install an extra
+kits                the doors through which the core calls kits
 under_way           what a thread is capturing and planning
 """

@@ -1,4 +1,4 @@
-"""Blocks that restore something when they end, whatever ends them."""
+"""Blocks that restore something when they end, also when an exception or an interrupt ends them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def afterwards(restore: Callable[[], object]) -> Iterator[None]:
-    """Call `restore` when the block ends. It is called twice and must not mind: an interrupt (Ctrl-C) comes between any
-    two lines, those of `restore` too, and one that cuts the first call short leaves it to the second."""
+    """Call `restore` when the block ends. It is called twice, so it has to be idempotent: an interrupt (Ctrl-C) may cut
+    the first call short at any line, and the second call completes it."""
     try:
         try:
             yield
@@ -22,8 +22,8 @@ def afterwards(restore: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turns garbage collection off. Capturing a deep model and reading a large file make millions of objects that stay
-    in use, and going through all of them again and again would take longer than the work itself."""
+    """Turn garbage collection off. Capturing a deep model and reading a large file make millions of objects that stay
+    in use, and the collector would take longer to traverse them again and again than the work itself."""
     enabled = gc.isenabled()
     with afterwards(lambda: gc.enable() if enabled else None):
         gc.disable()

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Choice(StrEnum):
-    """An enum that equals the string a person writes, and shows itself as that string."""
+    """An enum that equals the string a person writes, and prints as that string."""
 
     def __repr__(self) -> str:
         return repr(self.value)

@@ -1,6 +1,6 @@
-"""Files that are complete or not there: a new file is written under another name, and renamed when it is complete.
-After a full disk or a kill, and for a reader meanwhile, the old file is still there. A file that is not Partway's is
-not written over, and JSON is read as what it says or not at all."""
+"""Atomic writes: a new file is written under a temporary name, and renamed when it is complete. The old file stays
+until then, so it survives a full disk and a killed process, and readers never see half a file. Files of other programs
+are not overwritten, and JSON is read strictly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..errors import StrategyError, shown
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # Windows: what a kill leaves aside stays there
+except ImportError:  # Windows: temporary files of killed processes stay
     fcntl = None
 
 _ASIDE = re.compile(r"\..*\.[0-9a-f]{12}\.partway", re.DOTALL)  # no file of another program has such a name
 FOREIGN = "it is there already, and Partway did not write it; give another path, or remove it"
-MARKS = {  # what is in every file that is written as this: what another file lacks, which is not written over
+MARKS = {  # text in every file of this kind; a file without it belongs to another program and is not overwritten
     "the plan": ('"axes"', '"operators"', '"certificate"'),
     "the device profile": ('"peak"', '"memory_bandwidth"', '"levels"'),
     "the figures": ('"contenders"', '"ratio_to_ddp"'),
@@ -42,11 +42,11 @@ MARKS = {  # what is in every file that is written as this: what another file la
     "the plot": ("Partway",),
 }
 _FRESH = 1.0  # seconds in which a new file may have no lock yet
-_LARGEST = 2**30  # bytes that are read of a file
+_LARGEST = 2**30  # bytes: larger files are not read
 
 
 def read(what: str, path: Any) -> bytes:
-    """The content of a file. Raises StrategyError, which says that `what` (such as "a plan from") could not be read."""
+    """The content of a file. Raises StrategyError, saying that `what` (such as "a plan from") could not be read."""
     try:
         with open(_path(path), "rb") as file:
             data = file.read(_LARGEST + 1)
@@ -58,8 +58,8 @@ def read(what: str, path: Any) -> bytes:
 
 
 def save(what: str, path: Any, text: str | bytes) -> None:
-    """Write a file, all of it or nothing, and the folders above it. Raises StrategyError: `what`, a key of MARKS, could
-    not be written, as where another program's file is."""
+    """Write a file atomically, and make the folders above it. Raises StrategyError, saying that `what`, a key of MARKS,
+    could not be written, for example because `path` is another program's file."""
     try:
         file = _path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,15 +71,15 @@ def save(what: str, path: Any, text: str | bytes) -> None:
 
 
 def is_foreign(what: str, path: str | PathLike[str]) -> bool:
-    """Whether a file is there that is not empty, and not what is written as `what`, a key of MARKS. Raises OSError."""
+    """Whether `path` is a non-empty file that lacks the marks of `what`, a key of MARKS. Raises OSError."""
     if not os.path.isfile(path) or not (content := Path(path).read_bytes()):
         return False
     return not all(mark.encode() in content for mark in MARKS[what])
 
 
 def json_of(data: bytes) -> Any:
-    """What JSON in UTF-8 says. Raises ValueError, such as "is nested too deeply", for any other data, for an object
-    that has a name twice, and for numbers that are not finite or too long."""
+    """The value of JSON in UTF-8. Raises ValueError, such as "is nested too deeply", for any other data, for an object
+    with a repeated name, and for numbers that are not finite or too long."""
     try:
         return json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
     except UnicodeDecodeError as error:
@@ -93,7 +93,7 @@ def json_of(data: bytes) -> Any:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong with the data of a file: the field, and why."""
+    """The first problem with the data of a file: the field, and why it is wrong."""
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].removeprefix('Value error, ')}"
 
@@ -125,15 +125,15 @@ def _shown(path: Any) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read or written: of the system's errors its words, without the number and the name."""
+    """Why a file cannot be read or written: the message of an OSError without its number and file name."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
-    """Write `data` to the file `path`, all of it or nothing; text is written in UTF-8. Raises OSError.
+    """Write `data` to the file `path` atomically; text is written in UTF-8. Raises OSError.
 
-    A new file has `mode`, less the umask; one that was there keeps its own. What is not a file, such as a pipe, is
-    written to directly.
+    A new file has `mode`, less the umask; an existing one keeps its own. Anything but a regular file, such as a pipe,
+    is written to directly.
     """
     content = data.encode() if isinstance(data, str) else data
     target = Path(os.path.realpath(path))  # the file that a link points to
@@ -147,8 +147,8 @@ def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666)
 
 @contextmanager
 def replacing(target: Path, mode: int = 0o666) -> Iterator[tuple[IO[bytes], Path]]:
-    """A new file, and the path that it has meanwhile in the folder of `target`, whose place it takes when the block has
-    ended well; see write_whole. Raises OSError."""
+    """A new file and its temporary path, in the folder of `target`; it replaces `target` when the block ends without an
+    exception (see write_whole). Raises OSError."""
     prefix = f".{target.name[:100]}."
     remove_abandoned(target.parent, prefix)
     there = _mode(target)
@@ -184,7 +184,7 @@ def remove_abandoned(folder: str | PathLike[str], prefix: str = ".") -> None:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether no process holds the lock of a file; its writer does, until it is complete."""
+    """Whether no process holds the lock of a file. Its writer holds it until the file is complete."""
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError:
@@ -199,7 +199,7 @@ def _is_abandoned(path: str) -> bool:
 
 @contextmanager
 def naming(path: str | PathLike[str]) -> Iterator[None]:
-    """Have an OSError say which file it is of: what a full disk answers names none."""
+    """Add the file's path to an OSError that lacks one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -210,7 +210,7 @@ def naming(path: str | PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def held(folder: str | PathLike[str]) -> Iterator[bool]:
-    """Hold the lock of a folder. Gives False where another process holds it; a file system without locks gives True."""
+    """Hold the lock of a folder. Yields False if another process holds it, and True on a file system without locks."""
     if fcntl is None:
         yield True
         return

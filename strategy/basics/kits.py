@@ -1,6 +1,6 @@
-"""What the core asks of kits: functions that are imported when they are first used.
+"""The functions of kits that the core calls, each imported when it is first used.
 
-A kit (kits/) is a package of its own above all stages. The core runs without any of them, and asks by the names here.
+A kit (kits/) is a package of its own above all stages. The core runs without kits, and calls them only by these names.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ class Door(StrEnum):
     SAVE_ADAPTER = "integrations.peft:save_pretrained"
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call it."""
+        """Import the function and call it."""
         module, _, name = self.value.partition(":")
         return getattr(importlib.import_module(f"partway.{module}"), name)(*args, **options)

@@ -1,11 +1,11 @@
-"""What an error says of a name that does not exist: the names that a person may have meant, or those there are."""
+"""Suggestions in the error for an unknown name: the names that a person may have meant, or all existing ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-CLOSE = 0.6  # how alike two names are at least (the ratio of `difflib.SequenceMatcher`)
+CLOSE = 0.6  # the least similarity of two names (the ratio of `difflib.SequenceMatcher`)
 SHOWN = 6  # names in a list
 
 

@@ -1,4 +1,4 @@
-"""What this thread is in the middle of: which function it captures and plans, and who hears of that."""
+"""The work in progress of each thread: the function that it captures and plans, and the listeners."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class UnderWay:
     """The work of one thread.
 
-    mesh        that of the function that is captured, where it is known by then
+    mesh        the mesh of the function that is captured, if it is known already
     capturing   whether torch.export traces a function
-    hooking     whether hooks that compute parameters run, since their function is captured with them
+    hooking     whether hooks that compute parameters run, to be captured with their function
     manual      the place of the rank whose manual function is traced; None outside of manual functions
     planned     the engine whose function is planned
-    hearing     who hears what a search finds: the cost of the best plan, and the bound
-    telling     what tells of planning
+    hearing     listeners to a search: each gets the cost of the best plan, and the bound
+    telling     the log of planning
     """
 
     mesh: Mesh | None = None
@@ -42,13 +42,13 @@ _under_way: ContextVar[UnderWay] = ContextVar("under way", default=_NOTHING)
 
 
 def under_way() -> UnderWay:
-    """What this thread is in the middle of."""
+    """The work in progress of this thread."""
     return _under_way.get()
 
 
 @contextmanager
 def meanwhile(**facts: Any) -> Iterator[None]:
-    """A block in which these fields of `under_way()` have other values."""
+    """A block in which fields of `under_way()` have the values `facts`."""
     before = _under_way.get()
     with afterwards(lambda: _under_way.set(before)):
         _under_way.set(replace(before, **facts))

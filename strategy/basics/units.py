@@ -1,4 +1,4 @@
-"""Sizes and times for people: in the unit that suits, with three digits, or as many as asked for.
+"""Sizes and times as text: in a suitable unit, with three digits or a given number of them.
 
 (`rich.filesize.decimal` rounds to tenths and writes "512 bytes"; only its choice of a unit is used.)
 """
@@ -19,10 +19,10 @@ def lasting(seconds: float) -> str:
 
 
 def _in_units(amount: float, units: tuple[str, ...], digits: int = 3) -> str:
-    """`amount` of the first of `units`, in the one that suits; each is 1000 of the one before."""
+    """`amount`, given in the first of `units`, in the most suitable one; each unit is 1000 of the one before."""
     from rich.filesize import pick_unit_and_suffix  # errors are imported with the package, which stays light
 
-    if not math.isfinite(amount):  # a sum of what was edited
+    if not math.isfinite(amount):  # a sum of figures in an edited file
         return f"{amount} {units[-1]}"
     amount = float(f"{amount:.{digits}g}")
     size, unit = pick_unit_and_suffix(int(abs(amount)), list(units), 1000)
