@@ -8,7 +8,7 @@ rank runs, with collectives not yet grouped (fusion). The rooms, each of which i
     rules      how each operator splits, and its expansion
     capture    from Python to a graph
     cost       the costs of operators, collectives and conversions
-    minsum     minimize a sum of costs by vertex and by pair of vertices
+    minsum     the least of a sum of costs by vertex and by pair of vertices
     problem    the search space: options, and the prices of conversions
     memory     what a device holds, what it keeps for the backward and what it recomputes
     search     the search modes, also under a memory limit

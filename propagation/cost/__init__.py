@@ -1,7 +1,7 @@
 """The costs of operators, collectives, and all conversions between two layouts of a tensor.
 
-In: a `DeviceProfile` (figures of a device and its network), a mesh, and the `Weights` that the search minimises.
-Out: seconds, bytes, and weighted costs.
+Input: a `DeviceProfile` (figures of a device and its network), a mesh, and the `Weights` that the search minimises.
+Output: seconds, bytes, and weighted costs.
 
 profile.py       the figures, read from JSON and checked; profiles/ has those of known devices, one file each
 cost.py          seconds of a collective and of an operator by these figures, and the weights of each `level=`

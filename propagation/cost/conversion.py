@@ -3,7 +3,7 @@
 A step of the placement algebra takes one axis, or several with the same placement, from one placement to another: one
 all_reduce over two axes sends less than one over each. Several axes that split a dim cut it in mesh order, so a step
 may add or remove a split of a dim only on the last axes that split it. The cheapest chains from a layout to all others
-are a shortest-path problem on the grid of layouts; `ConversionTable` relaxes it, axes by axes, until nothing improves.
+are a shortest-path problem on the grid of layouts; `ConversionTable` relaxes it axis by axis until nothing improves.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ConversionTable:
 
     @cached_property
     def nearly_even(self) -> Mask:
-        """Whether each layout cuts the shape in the way of DTensor, with little padding."""
+        """Whether each layout cuts the shape as DTensor does, with little padding."""
         nearly = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
             parts = self.parts(dim)

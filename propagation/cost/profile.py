@@ -238,8 +238,8 @@ class DeviceProfile(ProfileFigures):
         return found.get(operator) or found.get(kind) or found.get(OTHER)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON that `profile_of` reads. Raises StrategyError if it cannot be written, or if `path` is
-        another file than a profile."""
+        """Write it as JSON that `profile_of` reads. Raises StrategyError if it cannot be written, or if the file
+        at `path` is not a profile."""
         save("the device profile", path, self.model_dump_json(indent=1) + "\n")
 
 

@@ -9,5 +9,5 @@ A graph is defined here; `capture/` makes it, and all later rooms read it. Nothi
     nodes.py       queries of one node: value, shape, operands, arguments, source line, kinds of operators
     origins.py     the modules and lines that the operators of a step come from
     printer.py     the text of a graph, for everything that prints one
-    queries.py     queries of a whole graph: constants, gradient flow, what is differentiated or recomputed
+    queries.py     queries of a whole graph: constants, differentiated outputs, gradient flow, recomputed operators
 """

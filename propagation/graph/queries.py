@@ -1,4 +1,4 @@
-"""Queries of a whole graph: what is constant, what is differentiated, where gradients flow, what is recomputed."""
+"""Queries of a whole graph: constants, differentiated outputs, gradient flow, recomputed operators."""
 
 from __future__ import annotations
 

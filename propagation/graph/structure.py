@@ -417,7 +417,7 @@ class Call:
     (`"x"`, or `"batch[0]"` when the argument holds several).
 
     paths   the places of the numbers that the last tensors stand for, since they change from call to call
-    parts   for each tensor that stands for a whole, the parts that this rank passed, else None; () if none does
+    parts   for each tensor that stands for a whole, its parts, of which each rank holds one, else None; () if none does
     """
 
     tensors: tuple[torch.Tensor, ...]

@@ -241,7 +241,7 @@ class _CollectiveCall:
 
     @cached_property
     def whole(self) -> Placement:
-        """The placement of a result that all ranks have."""
+        """The placement of a result that is alike on all ranks."""
         varies = self.writing.variance.values[Value(self.node)]
         return BROADCAST if axes_of(self.node) <= varies else REPLICATE
 

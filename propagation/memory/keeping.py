@@ -48,7 +48,7 @@ class Keeping:
 
     fates   of each vertex
     again   of each edge whether its conversion runs once more in the backward
-    kept    of each edge whether what it is converted to is kept
+    kept    of each edge whether the converted tensor is kept
     cost    the weighted cost of computing operators again, except free ones
     """
 
@@ -225,7 +225,7 @@ class KeepProblem:
         return prices
 
     def _work(self, i: int) -> Floats:
-        """The bytes of an operator's operands and results under each option, as the size of its gradients."""
+        """The bytes of an operator's operands and results under each option: the size of its gradients."""
         options = self.problem.vertices[i].options
         if self.problem.vertices[i].kind is not VertexKind.OPERATOR or self.facts[i].view:
             nothing: Floats = np.zeros(len(options))

@@ -8,7 +8,7 @@ Each rule looks at one vertex and its neighbours, until none applies:
 
 * an option that is infinite, or impossible with every option of a neighbour, is left out;
 * a table that is a row plus a column is added to the costs of the vertices;
-* a vertex that is a function of a neighbour (for each option of which a single option is finite) is merged into it;
+* a vertex that is a function of a neighbour (each option of the neighbour leaves it one finite option) is merged;
 * a vertex with at most two neighbours goes: for each choice of theirs it takes its best option (elimination as in
   eliminate.py, where that leaves nothing larger than before);
 * an option is left out if another undercuts it whatever the neighbours do (dead-end elimination: Desmet et al., 1992;
@@ -37,7 +37,7 @@ NEAR = 1e-12  # the relative deviation up to which a table counts as a row plus 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What is left of a problem.
+    """The rest of a problem after reduction.
 
     costs      its numbers
     constant   the cost of the parts that were taken out
@@ -85,8 +85,8 @@ class _Gone:
 
 
 def reduced(costs: Costs) -> Reduced:
-    """What is left of a problem when nothing more can be taken out. Raises StrategyError if some vertex has no option
-    left: then no choice has a finite cost."""
+    """Reduce a problem until nothing more can be taken out. Raises StrategyError if some vertex has no option left:
+    then no choice has a finite cost."""
     work = Reduction(costs)
     work.run()
     return work.result()

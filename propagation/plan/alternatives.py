@@ -244,8 +244,8 @@ class Alternatives:
         return self._known[left_out]
 
     def causes(self, c: Collective) -> tuple[WrittenAnnotation, ...]:
-        """The annotations each of which alone makes `c` disappear when left out. If the optimum without an annotation
-        costs the same as with it, the annotation is no cause: the plan is optimal without it as well."""
+        """The annotations that, left out alone, make `c` disappear. If the optimum without an annotation costs the
+        same as with it, the annotation is no cause: the plan is optimal without it as well."""
         return tuple(one for one in self.annotations[:TRIED] if self._gone(self.dropping(one), c))
 
     def together(self, c: Collective) -> tuple[WrittenAnnotation, ...]:

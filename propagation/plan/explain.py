@@ -1,6 +1,6 @@
 """The explanation of an operator, a module or a tensor, as text: see Plan.explain.
 
-The facts come from the plan's data; the plans that could have been come from `alternatives`, which need the model.
+Facts come from the plan's data; the costs of other plans come from `alternatives`, which need the model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _tensor_subject(plan: PlanData, t: TensorPlan) -> _Subject:
 
 
 def _neighbours(plan: PlanData, operators: Sequence[OperatorPlan]) -> dict[str, str]:
-    """For each of `operators` what it reads and who reads it; empty for a plan without a graph."""
+    """The operands and readers of each of `operators`, as text; empty for a plan without a graph."""
     if not operators:
         return {}
     try:
@@ -151,7 +151,7 @@ class _ShownAlternatives:
         return self.known.of_collective(c) if self.known and c in self.collectives[: self.count] else []
 
     def rest(self) -> list[str]:
-        """What is not shown, and how to get it."""
+        """A line on alternatives that are not shown, and how to get them."""
         if not self.count or not self.something:
             return []
         if self.known is None:

@@ -66,7 +66,7 @@ class Plan(PlanData):
         return summary(self)
 
     def explain(self, name: Any, *, alternatives: int = 8) -> Report:
-        """Explain an operator, a module or a tensor: its strategy, its annotation and what that costs, and each
+        """Explain an operator, a module or a tensor: its strategy, its annotation with its cost, and each
         collective with its cost, its cause, and the price of the cheapest plan without it.
 
         `name` is an operator's name, a module's path (its operators inside), a parameter's, input's or output's
@@ -117,8 +117,8 @@ class Plan(PlanData):
         return planned_graph(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; missing folders are made. Raises StrategyError if it cannot be written, or if `path`
-        is another file than a plan."""
+        """Write the plan as JSON; missing folders are made. Raises StrategyError if it cannot be written, or if the
+        file at `path` is not a plan."""
         save_plan(self, path)
 
     def save_html(

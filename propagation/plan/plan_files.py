@@ -20,7 +20,7 @@ P = TypeVar("P", bound=PlanData)
 
 
 def save_plan(plan: PlanData, path: str | Path) -> None:
-    """Write `plan` as JSON. Raises StrategyError if it cannot be written, or if `path` is another file than a plan."""
+    """Write `plan` as JSON. Raises StrategyError if it cannot be written, or if the file is not a plan."""
     save("the plan", path, plan.model_dump_json(indent=1) + "\n")
 
 

@@ -199,7 +199,7 @@ class Options:
 
 
 class VertexKind(StrEnum):
-    """What a vertex stands for."""
+    """The kinds of vertices."""
 
     INPUT = "input"
     OPERATOR = "operator"

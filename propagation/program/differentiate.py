@@ -4,7 +4,7 @@ Autograd itself writes the backward. The program is cut into pieces, of which a 
 (segments.py). Each different piece runs once on fake tensors under `make_fx`, forward and
 `torch.autograd.grad`, and its graph is cut where the tangents come in. The backward saves the same values of the
 forward as autograd would. The forward is the forwards of the pieces in their order; the backward is their
-backwards from the last to the first, and gradients of a value that several pieces read are added up in this order.
+backwards from the last to the first, and gradients of a value that several pieces read are summed in this order.
 """
 
 from __future__ import annotations

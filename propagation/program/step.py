@@ -90,8 +90,8 @@ def inputs_with_gradients(step: Step) -> list[int]:
 
 
 def undo_views(graph: fx.Graph) -> None:
-    """Replace a view of a view by the original, where it is the same again: autograd's formulas transpose the weight of
-    a matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. Calling a view takes
+    """Replace a view of a view by the original where the two are equal: autograd's formulas transpose the weight of a
+    matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. Calling a view takes
     as long as a small kernel."""
     for node in calls_of(graph):
         before = _undone(node)
