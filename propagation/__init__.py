@@ -1,19 +1,19 @@
-"""From Python to a plan: a call is captured, its splits are searched for, and the program of one rank is written.
+"""From Python to a plan: capture a call, search for its splits, and write the program that each rank runs.
 
-In come a function, one call of it, and the layouts that annotations allow; out come a Plan and the graphs that every
-rank runs, before their collectives are grouped (fusion). The rooms, each of which imports only those before it:
+Input: a function, one call of it, and the layouts that annotations allow. Output: a Plan, and the graphs that every
+rank runs, with collectives not yet grouped (fusion). The rooms, each of which imports only those before it:
 
-    ops        operators of our own that programs are made of
-    graph      the graph of one call, and what can be asked of it
-    rules      how each operator splits, and what it is expanded to
+    ops        our own operators, which programs are made of
+    graph      the graph of one call, and queries of it
+    rules      how each operator splits, and its expansion
     capture    from Python to a graph
-    cost       what operators, collectives and conversions cost
+    cost       the costs of operators, collectives and conversions
     minsum     the least of a sum of costs by vertex and by pair of vertices
-    problem    what there is to choose: options, and the prices of conversions
-    memory     what a device holds, what is kept for the backward and what is computed again
+    problem    the search space: options, and the prices of conversions
+    memory     what a device holds, what it keeps for the backward and what it recomputes
     search     the search modes, also under a memory limit
     program    from the choices of a search to the forward and backward of one rank
-    plan       what was decided and why, for people and files
+    plan       decisions and their reasons, for people and files
 
 `torch_internals.py` stands below them all.
 """

@@ -1,60 +1,60 @@
 """The only file of this stage that uses private modules, names and attributes of PyTorch.
 
-`tests/test_torch_internals.py` tests what is relied on for each of them, so that a new version of PyTorch names what it
-broke within seconds.
+`tests/test_torch_internals.py` tests every behavior that we rely on, so that a new version of PyTorch shows within
+seconds which of them it broke.
 
-Each name, and why:
+Each name, with its reason:
 
     torch._subclasses.FakeTensorMode   shapes without data; torch.export hands out fake tensors, and no public
                                        name makes more of them in the same mode
-    FakeTensorMode.cache_info, cache_clear   what fake tensors gave of every operator and shape so far, without a bound
+    FakeTensorMode.cache_info, cache_clear   the unbounded cache of fake results by operator and shape
     torch._ops.OpOverload              the type of torch.ops.aten.add.Tensor; torch.ops does not export it
     torch.utils._pytree                the flattening that torch.export itself uses (torch.utils.pytree is not
                                        in 2.11)
-    torch._C._functorch                whether a tensor is inside torch.func's transforms, and which it was before; with
+    torch._C._functorch                whether a tensor is inside torch.func's transforms, and the tensor that they wrap
     torch._C._are_functorch_transforms_active   whether a call is inside one; there are no public names
     torch._C._set_grad_enabled         what torch.no_grad calls, for a TorchFunctionMode to recognize it
-    DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
-    UnsupportedOperatorException   what it raises for an operator without a fake implementation
+    DataDependentOutputException, ...  raised by torch.export where a graph depends on the values of tensors
+    UnsupportedOperatorException   raised by torch.export for an operator without a fake implementation
     torch.utils._python_dispatch   TorchDispatchMode, which sees every operator below autograd (documented, without a
-                                       public name), and _disable_current_modes, so that real tensors are computed with
-                                       in the midst of a capture
-    torch._C.DisableTorchFunction      as that, for the modes of functions
-    torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_..._set   what is left out of dispatch
-    torch._C._len_torch_..._stack, _get_..._stack_at   the modes that are on; there is no public name
+                                       public name), and _disable_current_modes, which allows computation with real
+                                       tensors during a capture
+    torch._C.DisableTorchFunction      the same for function modes
+    torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_..._set   which keys dispatch skips
+    torch._C._len_torch_..._stack, _get_..._stack_at   the active modes; there is no public name
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
-    torch.fx._lazy_graph_module    whether graph modules compile their code when they are made; torch.compile's own
-                                   switch, a tenth of the time of a capture
-    torch.nn.Module._compiled_call_impl   what `module.compile()` makes it run instead
+    torch.fx._lazy_graph_module    whether graph modules compile their code at once; torch.compile's own switch,
+                                       which saves a tenth of the time of a capture
+    torch.nn.Module._compiled_call_impl   what a module runs after `module.compile()`
     torch.export.exported_program._populate_param_...   asks a signature for the same dict once for each parameter
-    torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
+    torch._C._dispatch_get_all_op_names   the names of all operators: torch.ops finds one by its name only
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
                                        torch.library exports it to no type checker
-    torch._C.DispatchKey               what an operator is made of: nothing public tells
+    torch._C.DispatchKey               whether an operator is composite; there is no public name
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
     _override_composite_..., _ignore_backend_decomps, _compiling_state_context, enable_python_dispatcher,
-    torch._subclasses.functional_tensor, has_data_mutation   what that traces a program with, so that single calls
-                                       can be traced in the same way (one_by_one.py)
-    torch.fx.proxy._COPY_META_FIELDS   what a node that is traced takes over from the node that is run
-    torch._decomp.get_decompositions   what operators are in others; there is no public name
+    torch._subclasses.functional_tensor, has_data_mutation   what run_decompositions traces a program with, to trace
+                                       single calls in the same way (one_by_one.py)
+    torch.fx.proxy._COPY_META_FIELDS   the meta fields that a traced node copies from the node that runs
+    torch._decomp.get_decompositions   the decompositions of operators; there is no public name
     torch.autograd.function._SingleLevelFunction   the class whose `apply` that of a Function calls
-    torch.export._trace._EXPORT_...    what a call of torch.export resets when it ends, also one inside of another
-    torch.overrides._pop_mode_temporarily   takes off the modes of functions one by one, for such a call
-    torch._functorch.aot_autograd.preserve_rng_state   what it does around its tracing: see `decompose`
+    torch.export._trace._EXPORT_...    the flags that torch.export resets when it ends, also inside another export
+    torch.overrides._pop_mode_temporarily   removes function modes one by one for such an export
+    torch._functorch.aot_autograd.preserve_rng_state   what AOTAutograd wraps its tracing in: see `decompose`
     torch.nn.modules.module._global_...    the hooks of all modules; there is no public name that lists them
-    Tensor._version                    how often a tensor was written in place; autograd itself goes by it
-    UntypedStorage._cdata              which memory a tensor has; `data_ptr` is 0 for fake tensors and for empty ones
-    OpOverload._schema, _overloadname  what an operator takes and gives; there is no public name
-    Module._parameters, _buffers, _modules, _forward_pre_hooks, ...   where a module keeps what is its own, to be looked
-                                       at on every call and written to; public methods make new dicts and lists
-    Module._is_full_backward_hook      whether backward hooks were registered in the old way
+    Tensor._version                    how often a tensor was written in place; autograd itself compares it
+    UntypedStorage._cdata              identifies the memory of a tensor; `data_ptr` is 0 for fake and empty tensors
+    OpOverload._schema, _overloadname  the arguments and results of an operator; there is no public name
+    Module._parameters, _buffers, _modules, _forward_pre_hooks, ...   a module's own stores, read on every call and
+                                       written to; public methods make new dicts and lists
+    Module._is_full_backward_hook      whether backward hooks were registered with the deprecated method
     Module._apply                      what `module.to(dtype)` calls, which swaps parameters
     _BatchNorm._check_input_dim        the error for an input of the wrong rank
-    Distribution._validate_args        whether distributions look at values; only setting it is public
-    torch._C._current_autograd_node, Node._sequence_nr   which operation a backward pass is at
-    SymInt.node, its expr and shape_env, ShapeEnv.guards, ...   what torch.export assumes of sizes that it has symbols
-                                       for; torch.export itself reads them so
+    Distribution._validate_args        whether distributions check values; only setting it is public
+    torch._C._current_autograd_node, Node._sequence_nr   the operation that a backward pass has reached
+    SymInt.node, its expr and shape_env, ShapeEnv.guards, ...   the assumptions of torch.export about symbolic sizes;
+                                       torch.export itself reads them so
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
@@ -133,11 +133,11 @@ try:
 except ImportError:
     chunked_losses = ()
 
-# The attributes are read by C code, which costs no frame of Python: some are read for each parameter on every call.
+# attrgetter reads attributes in C, without a Python frame: some are read for each parameter on every call.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 overload_name_of: Callable[[Any], str] = attrgetter("_overloadname")
-parameters_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")  # of the module itself
+parameters_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")  # without those of submodules
 buffers_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
 modules_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_modules")
 forward_pre_hooks_in: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
@@ -155,14 +155,14 @@ data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, Dyn
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Computes as outside of all modes, such as those of a capture."""
+    """Run the block outside all modes, such as those of a capture."""
     with DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def beside_export() -> Iterator[None]:
-    """Calls torch.export as if none were under way, though one is: without its modes, and without what it ends with."""
+    """Allow a nested torch.export: disable the outer one's modes, and restore the flags that the inner one resets."""
     kept = _trace._EXPORT_MODULE_HIERARCHY, _trace._EXPORT_FLAGS
 
     def restore() -> None:
@@ -177,14 +177,14 @@ def beside_export() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """What is traced is not what modes that see operators would make of it."""
+    """Run the block with dispatch modes disabled."""
     with _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def with_autograd() -> Iterator[None]:
-    """Autograd records what is computed, also inside of an operator that a dispatch mode has called, below autograd."""
+    """Let autograd record the block, even inside an operator that a dispatch mode calls below autograd."""
     kept = _dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         kept = kept.remove(key)
@@ -193,29 +193,29 @@ def with_autograd() -> Iterator[None]:
 
 
 def function_modes() -> list[Any]:
-    """The TorchFunctionModes that are on in this thread, torch.set_default_device's among them."""
+    """The active TorchFunctionModes of this thread, including that of torch.set_default_device."""
     return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
 
 
 def dispatch_modes() -> list[Any]:
-    """The TorchDispatchModes that are on in this thread."""
+    """The active TorchDispatchModes of this thread."""
     return [_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack())]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number for the memory of a tensor: equal for tensors that share it, as long as one of them lives."""
+    """A number that identifies the memory of a tensor, equal for tensors that share it, while one of them lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def hooks_in(module: torch.nn.Module, kind: str) -> dict[int, Any]:
-    """The hooks of a module itself, of a kind such as "forward_pre", by the ids of their handles."""
+    """A module's own hooks of a kind such as "forward_pre", by the ids of their handles."""
     hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
     return hooks
 
 
 def remove_hooks(module: torch.nn.Module, is_unwanted: Callable[[Any], bool]) -> None:
-    """Take from a module itself the forward hooks and forward pre-hooks that `is_unwanted` says so of."""
+    """Remove a module's own forward hooks and forward pre-hooks for which `is_unwanted` is true."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         for key in [key for key, hook in getattr(module, name).items() if is_unwanted(hook)]:
             for store in (name, f"{name}_with_kwargs", f"{name}_always_called"):
@@ -228,36 +228,36 @@ def has_old_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def check_input_dim(norm: torch.nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> None:
-    """Raise ValueError for an input of a rank that a BatchNorm does not take."""
+    """Raise ValueError for an input whose number of dims a BatchNorm does not accept."""
     norm._check_input_dim(x)
 
 
 def was_told_to_validate(distribution: torch.distributions.Distribution) -> bool:
-    """Whether somebody passed `validate_args` when a distribution was made."""
+    """Whether `validate_args` was passed to the constructor of a distribution."""
     return "_validate_args" in vars(distribution)
 
 
 def distributions_validate() -> bool:
-    """Whether torch.distributions look at values where nobody asked them to or not to."""
+    """Whether torch.distributions check values by default."""
     validates: bool = torch.distributions.Distribution._validate_args
     return validates
 
 
 def global_hooks(kind: str) -> dict[int, Any]:
-    """The hooks of all modules, of a kind such as "forward_pre", by the ids of their handles."""
+    """The global module hooks of a kind such as "forward_pre", by the ids of their handles."""
     found: dict[int, Any] = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
     return found
 
 
 def hook_flags(module: torch.nn.Module, kind: str) -> dict[int, bool]:
-    """Which hooks of a module take keyword arguments too, by the ids of their handles."""
+    """The hooks of a module that also take keyword arguments, by the ids of their handles."""
     found: dict[int, bool] = getattr(module, f"_{kind}_hooks_with_kwargs")
     return found
 
 
 def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
-    """Where the hooks of all modules are, and those of the modules inside `fn`: for each store the path of its module
-    ("" for all modules), the kind, and the hooks by the ids of their handles."""
+    """The stores of the global hooks and of the hooks of the modules inside `fn`: for each the path of its module
+    ("" for global hooks), the kind, and the hooks by the ids of their handles."""
     found = [("", kind, global_hooks(kind)) for kind in _HOOKS]
     for path, module in fn.named_modules() if isinstance(fn, torch.nn.Module) else ():
         if module is not fn:
@@ -266,34 +266,34 @@ def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a gradient stands for several, as torch.func's transforms and is_grads_batched=True make them."""
+    """Whether a gradient is a batch of gradients, made by torch.func's transforms or is_grads_batched=True."""
     return is_transformed(tensor) or is_legacy_batchedtensor(tensor)
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that torch.func's transforms have wrapped."""
+    """The innermost tensor that torch.func's transforms wrap."""
     while is_transformed(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def is_composite(operator: OpOverload) -> bool:
-    """Whether PyTorch writes an operator as others, in its C++ code or in Python."""
+    """Whether PyTorch implements an operator by calling others, in C++ or in Python."""
     key = DispatchKey.CompositeImplicitAutograd
     return operator.has_kernel_for_dispatch_key(key) or key in operator.py_kernels
 
 
 def makes_memory(operator: OpOverload) -> bool:
-    """Whether every result of an operator of PyTorch's has memory of its own. (One that is written as others may hand
-    an operand through, as dropout does in evaluation, and its schema does not say so.)"""
+    """Whether every result of an ATen operator has memory of its own. (A composite operator may return an operand
+    itself, as dropout does in evaluation, without its schema saying so.)"""
     if operator.namespace != "aten" or is_composite(operator):
         return False
     return all(result.alias_info is None for result in operator._schema.returns)
 
 
 def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> ExportedProgram:
-    """What `exported.run_decompositions` gives, with its table in two parts: see `split_decompositions`."""
-    # the graph names its devices; what AOTAutograd makes for itself has to be on the CPU, also under a person's
+    """Run `exported.run_decompositions` with its table in two parts: see `split_decompositions`."""
+    # the graph names its devices; AOTAutograd's own tensors have to be on the CPU, also under a user's
     # `torch.device("meta")`
     with _generators_left_alone(), _signatures_read_once(), torch.device("cpu"):
         decomposed: ExportedProgram = _decompose_exported_program(
@@ -310,9 +310,9 @@ def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: M
 def tracing_calls(
     mode: FakeTensorMode, composite: Mapping[Any, Any], others: Mapping[Any, Any]
 ) -> Iterator[Callable[[Callable[..., Any], Sequence[torch.Tensor], torch.fx.Node], torch.fx.Graph]]:
-    """Gives a function that traces one call of a program as `decompose` would trace it there: what is called, fake
-    tensors of `mode` to call it with, and its node. It raises ValueError for a call that writes to an operand, which
-    not every schema says."""
+    """Give a function that traces one call of a program as `decompose` would trace it there. Its arguments: the
+    callable, fake tensors of `mode` as operands, and the node. It raises ValueError for a call that writes to an
+    operand, which not every schema declares."""
 
     def trace(call: Callable[..., Any], operands: Sequence[torch.Tensor], node: torch.fx.Node) -> torch.fx.Graph:
         def called(*tensors: torch.Tensor) -> Any:
@@ -336,7 +336,7 @@ def tracing_calls(
 
 
 def moved_meta(node: torch.fx.Node, old: torch.fx.Node, new: torch.fx.Node) -> dict[str, Any]:
-    """The meta data of a node that tracing the call `old` gave, as tracing `new` would give it."""
+    """The meta data of a node traced from the call `old`, as tracing the call `new` would give it."""
     fields = ("stack_trace", *_COPY_META_FIELDS)
     kept = {key: value for key, value in node.meta.items() if key not in fields or key not in old.meta}
     kept.pop("from_node", None)
@@ -344,19 +344,19 @@ def moved_meta(node: torch.fx.Node, old: torch.fx.Node, new: torch.fx.Node) -> d
 
 
 def compiled_when_run() -> contextlib.AbstractContextManager[None]:
-    """What make_fx gives meanwhile compiles its code when it first runs: most graphs are only read."""
+    """Make make_fx in the block defer compiling a graph's code to its first run: most graphs are only read."""
     return _use_lazy_graph_module(True)
 
 
 @functools.lru_cache(maxsize=1)
 def steps_of_layers() -> Mapping[Any, Callable[..., Any]]:
-    """What PyTorch writes recurrent layers as, in operators of their steps."""
+    """PyTorch's decompositions of recurrent layers into operators of their steps."""
     aten = torch.ops.aten
     return get_decompositions([aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input])
 
 
 def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module of a graph, which compiles its code when it first runs."""
+    """A module of a graph that compiles its code on its first run."""
     with _use_lazy_graph_module(True):
         made: torch.fx.GraphModule = _make_graph_module(root, graph)
     return made
@@ -364,11 +364,11 @@ def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def _signatures_read_once() -> Iterator[None]:
-    """Meanwhile the names of parameters are looked up in a dict that is made once: torch makes it from the signature
-    again for each input, which takes seconds for a thousand. A version without the name is left as it is."""
+    """Look up the names of parameters in a dict made once per export: torch makes it anew from the signature for each
+    input, which takes seconds for a thousand. Does nothing where torch lacks the function."""
     name = "_populate_param_buffer_metadata_to_new_gm"
     plain = getattr(exported_program, name, None)
-    if plain is None or plain.__module__ == __name__:  # or another thread has done it
+    if plain is None or plain.__module__ == __name__:  # or another thread has replaced it
         yield
         return
 
@@ -383,9 +383,9 @@ def _signatures_read_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _generators_left_alone() -> Iterator[None]:
-    """Meanwhile AOTAutograd does not put the global random generators back to what they were, in this thread: fake
-    tensors draw nothing, and another thread that draws numbers would get them twice. There is no other way to tell it;
-    a version that does not have the name is left as it is."""
+    """Keep AOTAutograd in this thread from resetting the global random generators: fake tensors draw nothing, and
+    another thread that draws numbers would get them twice. PyTorch has no switch for it; does nothing where torch
+    lacks the function."""
     plain, thread = getattr(aot_autograd, "preserve_rng_state", None), threading.get_ident()
     if plain is None:
         yield
@@ -401,45 +401,45 @@ def _generators_left_alone() -> Iterator[None]:
 
 
 def symbols_in(value: Any) -> frozenset[Any]:
-    """The symbols that a size, or a number that follows from sizes, depends on; none for a number of Python's."""
+    """The symbols that a size, or a number derived from sizes, depends on; none for a Python number."""
     return frozenset(value.node.expr.free_symbols) if hasattr(value, "node") else frozenset()
 
 
 def symbol_of(size: Any) -> Any:
-    """The symbol that a size is; None where it is a number, or an expression."""
+    """The symbol of a size; None for a number or an expression."""
     expr = size.node.expr if hasattr(size, "node") else None
     return expr if getattr(expr, "is_Symbol", False) else None
 
 
 def at_symbols(size: Any, values: Mapping[Any, int]) -> int:
-    """What a size is where its symbols have `values`."""
+    """A size with its symbols replaced by `values`."""
     return int(size.node.expr.xreplace(values)) if hasattr(size, "node") else int(size)
 
 
 def range_of(size: torch.SymInt, symbol: Any) -> tuple[Any, Any]:
-    """The least and the most that a symbol may be, for what was traced with `size`."""
+    """The smallest and the largest value of a symbol in the trace that `size` belongs to."""
     bounds = size.node.shape_env.var_to_range[symbol]
     return bounds.lower, bounds.upper
 
 
 def guards_of(size: torch.SymInt) -> list[Any]:
-    """The relations between symbols that what was traced with `size` counts on: they become true or false where their
-    symbols are replaced."""
+    """The relations between symbols that the trace of `size` relies on: each becomes true or false when its symbols are
+    replaced."""
     env = size.node.shape_env
     later = [each.expr for asserts in env.deferred_runtime_asserts.values() for each in asserts]
     return [guard.expr for guard in env.guards] + later
 
 
 def fake_like(tensor: FakeTensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """A tensor without data as `tensor`, in the same mode, of another shape."""
+    """A fake tensor like `tensor`, in the same mode, of another shape."""
     with tensor.fake_mode:
         made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
 
 
 def bound_fake_results(most: int) -> None:
-    """Forget what fake tensors gave so far, if that is more than `most` results: torch keeps one for each operator and
-    shape, of all that a process ever traces."""
+    """Clear the cache of fake results if it has more than `most`: torch keeps one for each operator and shape that the
+    process ever traces."""
     if FakeTensorMode.cache_info().size > most:
         FakeTensorMode.cache_clear()
 
@@ -451,12 +451,12 @@ def defined_by(definition: CustomOpDef) -> OpOverload:
 
 
 def sequence_number(node: Any) -> int:
-    """The number that autograd gave the operation of a `grad_fn`: later ones have larger numbers."""
+    """The number that autograd gave the operation of a `grad_fn`: later operations have larger numbers."""
     return int(node._sequence_nr())
 
 
 def sequence_number_now() -> int | None:
-    """That of the operation whose backward runs in this thread right now, if one does."""
+    """The sequence number of the operation whose backward runs in this thread, or None."""
     node = torch._C._current_autograd_node()
     return None if node is None else sequence_number(node)
 

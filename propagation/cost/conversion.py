@@ -1,10 +1,9 @@
-"""The cost of every conversion between two layouts of one tensor, and the cheapest way to do it.
+"""The cost of every conversion between two layouts of one tensor, and its cheapest chain of steps.
 
-A conversion is a chain of steps of the placement algebra. A step takes one axis, or several that are placed alike,
-from one placement to another: one all_reduce over two axes sends less than two, one over each. A dim that several
-axes split is cut by them in mesh order, so a step may put or take away a split of a dim only on the last axes that
-split it. The cheapest chains from a layout to all others are a shortest-path problem on the grid of layouts;
-`ConversionTable` relaxes it axis by axis until nothing improves.
+A step of the placement algebra takes one axis, or several with the same placement, from one placement to another: one
+all_reduce over two axes sends less than one over each. Several axes that split a dim cut it in mesh order, so a step
+may add or remove a split of a dim only on the last axes that split it. The cheapest chains from a layout to all others
+are a shortest-path problem on the grid of layouts; `ConversionTable` relaxes it axis by axis until nothing improves.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
-_SLACK = 1 / 8  # how much of what ranks store for good may be padding, without being asked for
-_STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
+_SLACK = 1 / 8  # the share of padding allowed in layouts that ranks store permanently, unless annotated
+_STEP = 1e-13  # seconds: among chains of equal cost the shorter wins, and no chain has a cycle
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionStep:
-    """One step of a conversion: all of `axes` go from `source` to `target`, giving `after`, at the weighed `cost` of
-    forward and backward."""
+    """One step of a conversion: `axes` go from `source` to `target`, which gives the layout `after`, at the weighted
+    `cost` of forward and backward."""
 
     axes: tuple[str, ...]
     source: Placement
@@ -48,8 +47,8 @@ class ConversionStep:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """All steps over one set of axes. `codes[s, o]` is the layout that has state s on these axes, the other axes
-    standing as in o; `cost[s, t, o]` is the cost of the step from there to state t."""
+    """All steps over one set of axes. `codes[s, o]` is the layout with state s on these axes and state o of the other
+    axes; `cost[s, t, o]` is the cost of the step from there to state t."""
 
     axes: tuple[int, ...]
     codes: Codes
@@ -57,7 +56,7 @@ class _Move:
 
     @cached_property
     def states(self) -> list[int]:
-        """The states that a step can start from."""
+        """The states from which a step is possible."""
         steps: Mask = np.any(np.isfinite(self.cost), axis=2)
         np.fill_diagonal(steps, False)
         states: list[int] = np.flatnonzero(np.any(steps, axis=1)).tolist()
@@ -66,15 +65,14 @@ class _Move:
 
 @dataclass(frozen=True, eq=False)
 class ConversionTable:
-    """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
-    axis.
+    """Costs between all layouts of tensors of one shape. The code of a layout has one digit per axis, its state.
 
-    partial      how what the ranks hold under Partial makes the value: "sum" or "max"; None: there is no Partial
+    partial      the reduction of Partial, "sum" or "max"; None: there is no Partial
     gradient     the backward of a conversion runs too
     barred       steps, each as (axes, from, to): a conversion whose cheapest chain has one is impossible
-    tied         axes along which there is no step at all
-    stay_split   what is split stays split: no step gathers or exchanges it, forward or backward
-    again        its forward runs once more in the backward
+    tied         axes along which no step is allowed
+    stay_split   splits stay: no step gathers or exchanges them, forward or backward
+    again        the forward of a conversion runs once more in the backward
     short        sizes of dims that may be cut into more parts than they have elements
     """
 
@@ -93,7 +91,7 @@ class ConversionTable:
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
-        """The placements that one axis may have, the splits first; a layout is one of them for each axis."""
+        """The placements that one axis may have, splits first; a layout has one of them on each axis."""
         dims = [Shard(d) for d, size in enumerate(self.shape) if size > 1]
         return (*dims, REPLICATE, BROADCAST, *([Partial(self.partial)] if self.partial else []))
 
@@ -113,7 +111,7 @@ class ConversionTable:
         return digits_of(len(self.states), len(self.mesh.axes))
 
     def parts(self, dim: int) -> Codes:
-        """Into how many parts `dim` is split, for every code."""
+        """The number of parts that `dim` is split into, for every code."""
         if Shard(dim) not in self.states:
             return np.ones(len(self.digits), dtype=np.intp)
         parts: Codes = np.where(self.digits == self.states.index(Shard(dim)), self.mesh.sizes, 1).prod(axis=1)
@@ -121,7 +119,7 @@ class ConversionTable:
 
     @cached_property
     def valid(self) -> Mask:
-        """Whether each layout has an element of every split dim for each part, where it has to."""
+        """Whether each layout has an element of every split dim for each part; dims in `short` need none."""
         valid = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
             if size not in self.short:
@@ -130,7 +128,7 @@ class ConversionTable:
 
     @cached_property
     def nearly_even(self) -> Mask:
-        """Whether each layout cuts the shape as a DTensor is cut, into parts with little padding."""
+        """Whether each layout cuts the shape as DTensor does, with little padding."""
         nearly = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
             parts = self.parts(dim)
@@ -149,7 +147,7 @@ class ConversionTable:
 
     @cached_property
     def held(self) -> Floats:
-        """The bytes of one rank's part, for every code; where slices are uneven, of the largest."""
+        """The bytes of one rank's part, of the largest if slices are uneven, for every code."""
         held = np.full(len(self.digits), float(self.itemsize))
         for dim, size in enumerate(self.shape):
             held *= -(-size // self.parts(dim))
@@ -164,7 +162,7 @@ class ConversionTable:
         return sum(isinstance(p, Shard) for p in self.states)
 
     def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
-        """What a step does in the "forward" or the "backward"."""
+        """The kinds of a step in the "forward" or the "backward"."""
         done = step_kind(source, target, phase, self.gradient)
         return (done, kind(source, target)) if self.again and phase == "backward" else (done,)
 
@@ -174,7 +172,7 @@ class ConversionTable:
         return self.rows(range(len(self.digits)))
 
     def rows(self, sources: Iterable[int]) -> Floats:
-        """The rows of `cost` of these codes; only rows that were asked for are ever computed."""
+        """The rows of `cost` for the codes `sources`, each computed on first use."""
         sources = list(sources)
         known = self._known
         missing = [code for code in dict.fromkeys(sources) if code not in known]
@@ -191,7 +189,7 @@ class ConversionTable:
         return {}
 
     def _distances(self, sources: list[int]) -> Floats:
-        """Rows of `cost`: every move is tried in turn, until none has improved anything since it was last tried."""
+        """Rows of `cost`: try every move in turn until a whole round improves nothing."""
         best = np.full((len(self.digits), len(sources)), np.inf)
         best[sources, np.arange(len(sources))] = 0.0
         best[~self.valid] = np.inf
@@ -209,7 +207,7 @@ class ConversionTable:
     def _but_barred(self, distance: Floats) -> Floats:
         """Rows of distances, with inf where the chain that `path` finds has a step that is barred."""
         nearest = np.full(distance.shape, np.inf)
-        before = np.tile(np.arange(distance.shape[1]), (len(distance), 1))  # the layout that the last step starts from
+        before = np.tile(np.arange(distance.shape[1]), (len(distance), 1))  # the layout before the last step
         impossible = np.zeros(distance.shape, dtype=bool)
         for move in self._moves:
             axes = tuple(self.mesh.axes[a] for a in move.axes)
@@ -229,8 +227,8 @@ class ConversionTable:
         return np.where(impossible, np.inf, distance)
 
     def spread(self, values: Floats, forward: bool) -> Floats:
-        """For every layout the least of `values[other] + cost[other, layout]`, or of `cost[layout, other]` where not
-        `forward`: without any row of `cost`."""
+        """For every layout the minimum of `values[other] + cost[other, layout]`, or of `cost[layout, other]` if not
+        `forward`, without computing rows of `cost`."""
         if self.barred:  # whether a chain is the cheapest one shows only at its end
             least: Floats = (values[:, None] + (self.cost if forward else self.cost.T)).min(axis=0)
             return least
@@ -255,13 +253,13 @@ class ConversionTable:
     def _move(self, axes: tuple[int, ...]) -> _Move:
         codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
         digits = self.digits[codes[0]][:, others]
-        whole = self.held[codes[self.states.index(REPLICATE)]]  # what is held if none of these axes splits it
+        whole = self.held[codes[self.states.index(REPLICATE)]]  # bytes if none of these axes splits it
         names = tuple(self.mesh.axes[a] for a in axes)
         fixed, linear = _coefficients(
             self.states, self.gradient, self.stay_split, self.again, self.mesh, names, self.profile, self.weights
         )
         cost = fixed[..., None] + linear[..., None] * whole
-        # a later axis that splits the same dim stands in the way of putting or taking away a split
+        # a later axis that splits the same dim blocks adding or removing a split
         later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
         blocked = (later[:, :, None] == np.arange(self._splits)).any(axis=1).T  # [state, others]
         cost[: self._splits].transpose(0, 2, 1)[blocked] = np.inf
@@ -303,8 +301,7 @@ class ConversionTable:
 
 
 def with_cuts(step: ConversionStep, before: Layout, shape: tuple[int, ...]) -> ConversionStep:
-    """`step`, of a tensor of `shape` that was laid out as `before`, with how it cuts the dims that it cuts unevenly.
-    What other axes cut of a dim they cut before."""
+    """`step` with its uneven cuts, for a tensor of `shape` in the layout `before`. A dim's other axes cut it first."""
 
     def cut(placement: Placement, placed: Layout) -> Placement:
         if not isinstance(placement, Shard):
@@ -318,7 +315,7 @@ def with_cuts(step: ConversionStep, before: Layout, shape: tuple[int, ...]) -> C
 
 
 def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:
-    """What a step does in the "forward" or the "backward"; `gradient`: its transpose runs there."""
+    """The kind of a step in the "forward" or the "backward"; `gradient`: its transpose runs in the backward."""
     if phase == "forward":
         return kind(source, target)
     return kind(*transpose(source, target)) if gradient else Kind.NOTHING
@@ -342,7 +339,7 @@ def _index(mesh: Mesh, states: tuple[Placement, ...]) -> dict[Layout, int]:
 
 @lru_cache(maxsize=1024)
 def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[Codes, list[int]]:
-    """For every state of the axes not in `chosen`, the codes with one state on all of `chosen`; and those axes."""
+    """For every state of the axes not in `chosen`, the codes with one state on all of `chosen`; and the other axes."""
     others = [a for a in range(axes) if a not in chosen]
     weights = [states ** (axes - 1 - a) for a in range(axes)]
     base = digits_of(states, len(others)) @ np.array([weights[a] for a in others], dtype=np.intp)
@@ -361,8 +358,8 @@ def _coefficients(
     profile: DeviceProfile,
     weights: Weights,
 ) -> tuple[Floats, Floats]:
-    """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Over several axes at
-    once there are only steps that communicate: the others cost the same one by one."""
+    """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Steps over several axes
+    all communicate: local steps cost the same one axis at a time."""
     size = math.prod(mesh.size(axis) for axis in axes)
     fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
     np.fill_diagonal(fixed, 0.0)
@@ -375,7 +372,7 @@ def _coefficients(
             continue
         if stay_split and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
             continue
-        if stay_split and ways[0] is Kind.PAD:  # what is padded and then added up has been gathered
+        if stay_split and ways[0] is Kind.PAD:  # padding and summing amounts to a gather
             continue
         fixed[i, j] = _STEP
         for way in ways:
@@ -420,11 +417,11 @@ def conversion_table(
 
 @lru_cache(maxsize=4096)
 def once_more(table: ConversionTable) -> ConversionTable:
-    """The shared table like `table` of conversions whose forward runs once more in the backward."""
+    """The shared table like `table`, for conversions whose forward runs once more in the backward."""
     return replace(table, again=True)
 
 
 @lru_cache(maxsize=4096)
 def tie(table: ConversionTable, axes: tuple[str, ...]) -> ConversionTable:
-    """The shared table like `table` in which a layout must stay as it is along `axes`."""
+    """The shared table like `table` in which layouts do not change along `axes`."""
     return replace(table, tied=axes)

@@ -1,27 +1,27 @@
-"""What things cost: collectives by alpha-beta on each level of the network, operators by a roofline.
+"""The costs of collectives, by alpha-beta on each level of the network, and of operators, by a roofline.
 
 A collective takes `launch + steps * latency + wire / bandwidth`, with `wire` the bytes that one of n ranks sends in a
 ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The table of kinds
-(`propagation/ops/kinds.py`) says the bytes and the steps of each.
+(`propagation/ops/kinds.py`) has the bytes and the steps of each.
 
-A group with n ranks in each of m nodes is done in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
+A group with n ranks in each of m nodes runs in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
 
     all_reduce       reduce_scatter inside, all_reduce of 1/n across, all_gather inside
     all_gather       all_gather of 1/n across, all_gather inside
     reduce_scatter   reduce_scatter inside, reduce_scatter of 1/n across
     all_to_all       all_to_all inside, all_to_all across, each of all bytes held
 
-so that each level does the same collective, on a share of the bytes. All n ranks of a node do their share of what
-crosses at once, each by its own adapter. The waits of the levels add up. Their bytes do not: the phases use different
-links and follow one another in chunks, so that the busiest level sets the pace. (On 2 nodes of 8 H100 all_reduce was
-measured at 267 GB/s and all_gather at 410, what NVLink alone gives; the sum of the phases would be 137 and 231.)
+so that each level runs the same collective on a share of the bytes. All n ranks of a node send their share of the
+traffic between nodes at once, each through its own adapter. The waits of the levels add up. Their bytes do not: the
+phases use different links and are pipelined in chunks, so that the busiest level sets the pace. (On 2 nodes of 8 H100
+all_reduce reaches 267 GB/s and all_gather 410, as NVLink alone does; the sum of the phases predicts 137 and 231.)
 
 Groups that do not fill their nodes evenly (3 of 8 ranks, the next 3, 2 and 1 of the third ...) are one ring over
 the slowest level that they touch.
 
-An operator takes what it was measured to (rates.py). By a profile that has no such figures it takes `max(flops / peak,
-bytes / memory bandwidth)` (Williams et al., "Roofline", 2009), and the overhead of the profile. The overhead is added,
-never a least time: with one, splitting small work would seem to gain nothing.
+An operator takes its measured time (rates.py). With a profile without measurements it takes `max(flops / peak,
+bytes / memory bandwidth)` (Williams et al., "Roofline", 2009) plus the overhead of the profile. The overhead is added,
+not a minimum: with a minimum, splitting small work would seem to gain nothing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .rates import Rates
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
 BACKWARD_FACTOR = 2.0
-CACHED = 1 << 26  # bytes that a cache may hold, and the memory's bandwidth does not bind
+CACHED = 1 << 26  # bytes that may fit in a cache, and are not limited by the memory's bandwidth
 
 
 class Level(Enum):
-    """What the search weighs most: `shard(..., level=)`."""
+    """The main objective of the search: `shard(..., level=)`."""
 
     COMMUNICATION = 0  # the largest ratio of computation to communication
     MEMORY = 1  # the least memory on a device
@@ -57,7 +57,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The objective: seconds of communication, of latency, of computation, and gigabytes held, weighed."""
+    """The weights of the objective: of seconds of communication, latency and computation, and of gigabytes held."""
 
     wire: float
     latency: float
@@ -79,7 +79,7 @@ def wire_bytes(kind: Kind, payload: float, size: int) -> float:
 
 
 def steps(kind: Kind, size: int) -> int:
-    """How many messages follow one another."""
+    """The number of consecutive messages."""
     return COLLECTIVES[kind].steps(size) if kind.communicates else 0
 
 
@@ -91,7 +91,7 @@ def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, 
 
 @lru_cache(maxsize=4096)
 def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[float, float]:
-    """The seconds of a collective over the group that `axes` span, and what each byte of payload adds to them.
+    """The seconds of a collective over the group that `axes` span, and the seconds per byte of payload.
 
     All groups along `axes` run at once, and the slowest counts. Raises StrategyError for an axis that the mesh lacks,
     and for a mesh with more devices than the network of the profile joins.
@@ -109,7 +109,7 @@ def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: Devi
     sizes = ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
     for level, size in zip(profile.levels, sizes, strict=True):
         if size > 1:
-            launch = level.launch  # of the outermost level: the phases are one call
+            launch = level.launch  # of the outermost level: the phases are a single call
             waiting += steps(kind, size) * level.latency.of(kind)
             per_byte = max(per_byte, share * wire_bytes(kind, 1, size) / _bandwidth(level, kind, size))
             share /= size if COLLECTIVES[kind].narrows else 1
@@ -118,7 +118,7 @@ def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: Devi
 
 @lru_cache(maxsize=4096)
 def ranks_by_level(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int | None, ...]) -> tuple[int, ...]:
-    """How many ranks of one group along `axes` each level joins, from inside out; their product is the group's size.
+    """The number of ranks of one group along `axes` that each level joins, inside out; their product is its size.
 
     `devices`: how many ranks one unit of each level holds, None for all. A level whose units hold unequal numbers of
     a group's ranks joins none of them: they meet at the next one.
@@ -136,7 +136,7 @@ def ranks_by_level(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int | None,
 
 
 def _evenly(units: np.ndarray) -> int:
-    """How many members of each group (row) are in each unit that the group touches; 0 if that is not one number."""
+    """The number of members of each group (row) in each unit that the group touches; 0 if the numbers differ."""
     count = int((units[0] == units[0, 0]).sum())
     if units.shape[1] % count:
         return 0
@@ -146,7 +146,7 @@ def _evenly(units: np.ndarray) -> int:
 
 
 def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
-    """Bytes/s that one of `size` ranks sends: between sizes of a table by their logarithm, beyond as at its ends."""
+    """The bytes/s that one of `size` ranks sends, interpolated by log(size) in a table and constant beyond its ends."""
     kind = figures_of(kind)
     figure = level.bandwidth.of(kind)
     if not isinstance(figure, tuple):
@@ -164,7 +164,7 @@ def operator_seconds(
     written: ArrayLike = 0.0,
 ) -> NDArray[np.float64]:
     """The predicted time of one operator that computes `flops` in `dtype` and moves `moved` bytes, or of several.
-    `rates`: those that were measured of it; `written`: the bytes of its results, of those moved."""
+    `rates`: its measured rates; `written`: the bytes of its results, part of `moved`."""
     computing = np.asarray(flops) / profile.peak.of(dtype)
     moved = np.asarray(moved)
     if rates is None:

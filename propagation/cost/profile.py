@@ -1,11 +1,11 @@
-"""What a device and its network can do: figures from a JSON file, each group with the source that it comes from.
+"""The figures of a device and its network, from a JSON file in which each group of figures names its source.
 
     {"name": "...", "peak": {"float64": ..., ...}, "memory": ..., "memory_bandwidth": ..., "overhead": ...,
      "sources": {"peak": "...", "memory": "...", "overhead": "..."},
      "levels": [{"name": "nvlink", "source": "...", "devices": 8, "bandwidth": ..., "latency": ..., "launch": ...},
                 {"name": "infiniband", "source": "...", "devices": null, ...}]}
 
-The presets are the files in profiles/; `partway calibrate` writes one for the machine that it runs on.
+The presets are the files in profiles/; `partway calibrate` writes one for the machine it runs on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ByKind(Generic[T]):
     all_to_all: T
 
     def of(self, kind: Kind) -> T:
-        """The figure of a collective, which some kinds share (`figures_of`)."""
+        """The figure of a kind of collective; some kinds share one (`figures_of`)."""
         figure: T = getattr(self, figures_of(kind).value)
         return figure
 
@@ -65,12 +65,12 @@ def _is_number(value: object) -> bool:
 
 
 def _refused(where: str, what: str, accepts: str) -> StrategyError:
-    """What a validator raises; `where` is inside the field that it checks."""
+    """The error that a validator raises; `where` is relative to the field that it checks."""
     return StrategyError("", [Problem(where, what, f"write {accepts}")])
 
 
 def _by_kind(value: object, read: Callable[[str, Any], T]) -> ByKind[T]:
-    """The figure for all kinds, or a figure for each out of a mapping."""
+    """One figure for all kinds, or one for each kind from a mapping."""
     if not isinstance(value, Mapping):
         figure = read("", value)
         return ByKind(**dict.fromkeys(_KINDS, figure))
@@ -104,7 +104,7 @@ def _positive(where: str, value: Any) -> float:
 
 
 def _written(figures: ByKind[float | BySize]) -> dict[str, float | dict[str, float]]:
-    """As a file has it."""
+    """The figures in the form of a file."""
     by_kind = {key: getattr(figures, key) for key in _KINDS}
     return {key: {str(n): rate for n, rate in f} if isinstance(f, tuple) else f for key, f in by_kind.items()}
 
@@ -131,7 +131,7 @@ class PeakRates(ProfileFigures):
     float16: _Flops
 
     def of(self, dtype: torch.dtype) -> float:
-        """The peak for tensors of `dtype`: complex ones as their parts, all that is not listed as float32."""
+        """The peak for tensors of `dtype`: complex ones count as their parts, other dtypes as float32."""
         name = {torch.complex128: "float64"}.get(dtype, str(dtype).removeprefix("torch."))
         return getattr(self, name) if name in type(self).model_fields else self.float32
 
@@ -145,10 +145,10 @@ class Sources(ProfileFigures):
 
 
 class Together(ProfileFigures):
-    """What each lane does of what it does alone, while operators compute and a collective is under way: 1 is all.
+    """The speed of each lane while operators compute and a collective runs, as a share of its speed alone.
 
-    queued    how much of its launch and latencies a collective takes that was issued before another one was over: no
-              rank is late for it, and none has to be woken
+    queued    the share of its launch and latencies that a collective takes if it was issued before another one ended:
+              no rank is late for it, and none has to be woken
     """
 
     computing: Annotated[float, Field(gt=0, le=1, description=_SHARE)]
@@ -182,11 +182,11 @@ class DeviceProfile(ProfileFigures):
 
     peak               operations/s by dtype
     memory             bytes of one device; memory_bandwidth in bytes/s
-    overhead           seconds that an operator takes beside its work
-    levels             the network from inside out: devices of one unit are joined by the unit's level
-    together           how operators and collectives slow each other down that run at the same time
-    operators          how long operators were measured to take; empty where none was, as in the presets: then each
-                       takes what a roofline of peak and memory bandwidth allows, and the overhead
+    overhead           seconds per operator, added to those of its work
+    levels             the network from inside out: each level joins the devices of one unit
+    together           how much operators and collectives slow each other down when they run at the same time
+    operators          measured rates of operators; if empty, as in the presets, an operator takes the time of a
+                       roofline of peak and memory bandwidth, plus the overhead
     """
 
     name: Annotated[str, Field(min_length=1, description="a name")]
@@ -202,7 +202,7 @@ class DeviceProfile(ProfileFigures):
     @field_validator("levels")
     @classmethod
     def _levels_nest(cls, levels: tuple[NetworkLevel, ...]) -> tuple[NetworkLevel, ...]:
-        """Each unit holds whole units of the level before, so that a rank has one place in each."""
+        """Check that a unit consists of whole units of the level before, so that a rank has one place in each level."""
         if not levels:
             raise _refused("", "is []", _LEVELS)
         inner = 1
@@ -219,7 +219,7 @@ class DeviceProfile(ProfileFigures):
     @field_validator("operators")
     @classmethod
     def _rates_are_found(cls, operators: tuple[OperatorRates, ...]) -> tuple[OperatorRates, ...]:
-        """Each name stands for one, and there is one for what is not among them."""
+        """Check that names are unique, and that there are rates for operators that are not listed."""
         names = [rates.name for rates in operators]
         for index, name in enumerate(names):
             if name in names[:index]:
@@ -229,17 +229,17 @@ class DeviceProfile(ProfileFigures):
         return operators
 
     def __hash__(self) -> int:
-        """Of some figures only: profiles are keys of much that is computed once, and may have many rates."""
+        """Hash some of the figures only: profiles are keys of caches, and may have many rates."""
         return hash((self.name, self.memory, self.memory_bandwidth, self.overhead, self.peak, len(self.operators)))
 
     def rates_of(self, operator: str, kind: str = OTHER) -> OperatorRates | None:
-        """The measured rates of an operator, or of its kind, or of others; None where no operators were measured."""
+        """The measured rates of an operator, else of its kind, else of "other"; None if the profile has no rates."""
         found = {rates.name: rates for rates in self.operators if rates.name in (operator, kind, OTHER)}
         return found.get(operator) or found.get(kind) or found.get(OTHER)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON that `profile_of` reads. Raises StrategyError where it cannot be written, and where a file
-        is that is no profile."""
+        """Write it as JSON that `profile_of` reads. Raises StrategyError if it cannot be written, or if the file
+        at `path` is not a profile."""
         save("the device profile", path, self.model_dump_json(indent=1) + "\n")
 
 
@@ -252,10 +252,10 @@ def presets() -> tuple[str, ...]:
 
 
 def profile_of(name_or_path: str | Path) -> DeviceProfile:
-    """The profile of a preset's name, of a torch device type, or of a JSON file.
+    """The profile for the name of a preset, a torch device type, or the path of a JSON file.
 
-    Raises StrategyError for what is none of these, naming the presets, and for a file without a whole profile, naming
-    each field that is wrong and what it accepts.
+    Raises StrategyError for anything else, naming the presets, and for a file without a complete profile, naming
+    each wrong field and what it accepts.
     """
     if not isinstance(name_or_path, str | PathLike):
         raise StrategyError(
@@ -273,7 +273,7 @@ def profile_of(name_or_path: str | Path) -> DeviceProfile:
 
 
 _PRESETS = Path(__file__).with_name("profiles")
-_DEVICE_TYPES = {"cuda": "h100"}  # what a device type stands for where there is no preset of its name
+_DEVICE_TYPES = {"cuda": "h100"}  # the presets of device types that are not names of presets
 
 
 @lru_cache(maxsize=64)
@@ -282,7 +282,7 @@ def _preset(name: str) -> DeviceProfile:
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """The profile in a file. Raises StrategyError, listing all that is wrong with it."""
+    """The profile in a file. Raises StrategyError with all problems."""
     data = read("the device profile", path)
     try:
         profile = DeviceProfile.model_validate_json(data)
@@ -297,7 +297,7 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def _problems(error: ErrorDetails) -> Iterator[Problem]:
-    """What one of pydantic's errors says, in terms of the file."""
+    """One of pydantic's errors, in terms of the file."""
     where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"]).removeprefix(".")
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, StrategyError):
@@ -317,7 +317,7 @@ _NESTED: dict[str, type[ProfileFigures]] = {
 
 
 def _accepts(location: tuple[int | str, ...]) -> str:
-    """What the field at a location takes."""
+    """A description of the values that the field at a location accepts."""
     kind: type[ProfileFigures] = DeviceProfile
     of_objects = True
     accepts = f"an object with {', '.join(kind.model_fields)}"

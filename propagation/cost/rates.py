@@ -1,13 +1,13 @@
-"""How long operators were measured to take, as a few numbers for each: what a call takes by itself, what its
-floating-point operations add, and what the bytes add that it reads and writes.
+"""Measured times of operators, as a few rates for each: of a call, of a floating-point operation, and of a byte read
+or written.
 
     seconds = call + flops * flop + sum over KNEES k of byte[k] * max(moved - k, 0)
               + mapped * written, if that is MAPPED or more
 
-A byte may cost more beyond each knee, where a call's tensors leave one cache after the other. So a time is a piecewise
-linear function, which no further work makes shorter. It is never below what the peak and the memory's bandwidth allow
-(Williams et al., "Roofline", 2009), of what no cache holds. `partway calibrate` fits the numbers to the steps of small
-networks; an operator that none of them calls has the rates of its kind.
+A byte may cost more beyond each knee, as the tensors of a call outgrow one cache after the other. So the time is a
+piecewise linear function, which more work never shortens. It is at least the time that the peak and the memory's
+bandwidth allow (Williams et al., "Roofline", 2009) for the bytes that no cache holds. `partway calibrate` fits the
+rates to the steps of small networks; an operator that none of them calls has the rates of its kind.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pydantic import BaseModel, ConfigDict, Field
 Floats = NDArray[np.float64]
 
 KNEES = (0, 1 << 20, 1 << 23)  # bytes, about the sizes of a core's caches
-MAPPED = 1 << 25  # bytes of a result from which on glibc maps memory anew for it; GPUs have their own allocators
-POINTWISE, VIEW, OTHER = "pointwise", "view", "other"  # the kinds whose rates others have
+MAPPED = 1 << 25  # bytes of a result from which glibc maps new memory for it; GPUs have their own allocators
+POINTWISE, VIEW, OTHER = "pointwise", "view", "other"  # the kinds that have rates for operators without their own
 
 NOT_NEGATIVE = "a finite number of 0 or more"
 _Seconds = Annotated[float, Field(ge=0)]
 
 
 class ProfileFigures(BaseModel):
-    """Figures of a profile: a field's `description` says what it accepts."""
+    """Figures of a profile; the `description` of a field states what it accepts."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Rates(ProfileFigures):
-    """What an operator takes.
+    """The rates of an operator.
 
-    call     seconds of a call
-    flop     seconds of a floating-point operation in float32; in another dtype, as much longer as its peak is lower
-    byte     seconds of a byte beyond each of KNEES, read or written, added up
-    mapped   seconds more of a byte that is written to memory that is mapped anew
+    call     seconds per call
+    flop     seconds per floating-point operation in float32; in another dtype longer in proportion to the lower peak
+    byte     seconds per byte read or written beyond each of KNEES, added up
+    mapped   additional seconds per byte written to newly mapped memory
     """
 
     call: Annotated[_Seconds, Field(description=f"{NOT_NEGATIVE} (s)")]
@@ -51,15 +51,15 @@ class Rates(ProfileFigures):
     mapped: Annotated[_Seconds, Field(description=f"{NOT_NEGATIVE} (s)")]
 
     def seconds(self, flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> Floats:
-        """The time of a call, or of several, that compute `flops` (of float32), and of which the tensors that they
-        read and write have `moved` bytes, those that they write `written`."""
+        """The time of a call, or of several, of `flops` operations (in float32), whose tensors have `moved` bytes read
+        and written, of which `written` are written."""
         features = features_of(flops, moved, written)
         seconds: Floats = np.tensordot(np.array(self.numbers), np.stack(features), axes=1)
         return seconds
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Its numbers in the order of `features_of`."""
+        """The rates in the order of `features_of`."""
         return (self.call, self.flop, *self.byte, self.mapped)
 
     @classmethod
@@ -70,7 +70,7 @@ class Rates(ProfileFigures):
 
 
 def features_of(flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> tuple[Floats, ...]:
-    """What the numbers of Rates are multiplied by."""
+    """The factors of the rates in the time of a call."""
     figures = (np.asarray(each, dtype=np.float64) for each in (flops, moved, written))
     work, moved, written = np.broadcast_arrays(*figures)
     beyond = (np.maximum(moved - knee, 0.0) for knee in KNEES)
@@ -78,10 +78,10 @@ def features_of(flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> tuple
 
 
 class OperatorRates(ProfileFigures):
-    """The rates of one operator, by its name as PyTorch prints it, or of a kind of them.
+    """The rates of one operator, by its name as PyTorch prints it, or of a kind of operators.
 
     forward    of a call
-    backward   of all that the gradient of a call computes, if that was measured: in flops and bytes of the forward
+    backward   of all gradients of a call together, if measured: by the flops and bytes of the forward
     """
 
     name: Annotated[str, Field(min_length=1, description="the name of an operator, such as aten.mm.default, or a kind")]

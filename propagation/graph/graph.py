@@ -1,9 +1,9 @@
 """The Graph: one call of a function as a flat, functional graph of ATen operators.
 
-The carrier is a `torch.fx.GraphModule`; a Graph is that module with the roles of its inputs and outputs. It is
-made once by `capture` and read by every later pass; none of them changes it.
+A Graph is a `torch.fx.GraphModule` with the roles of its inputs and outputs. `capture` makes it once; every later pass
+reads it, and none changes it.
 
-What `verify` promises: every node is a placeholder, a call of an ATen or Partway operator (or getitem), or the
+What `verify` checks: every node is a placeholder, a call of an ATen or Partway operator (or getitem), or the
 output; no operator writes to its operands; every tensor has `meta["val"]` with its global shape and dtype.
 """
 
@@ -31,11 +31,11 @@ from .structure import Structure
 
 
 class Text(fx.GraphModule):
-    """A graph with its constants that is read and never called. (A GraphModule writes and compiles the Python text of
-    its `forward`, which for a deep model takes longer than all that is done with its graph.)"""
+    """A graph and its constants, to be read and never called. (A GraphModule writes and compiles the Python text of
+    its `forward`, which for a deep model takes longer than all other work on its graph.)"""
 
     def recompile(self) -> PythonCode:
-        """Nothing: there is no text."""
+        """Return an empty code: the graph is never called."""
         return PythonCode(src="", globals={}, _lineno_map=None, _prologue_start=0)
 
     def __str__(self) -> str:
@@ -43,24 +43,24 @@ class Text(fx.GraphModule):
 
 
 class Counts(Protocol):
-    """What a graph counts on of numbers that are given to it; `count`: how many these are."""
+    """The assumptions of a graph about its `count` last inputs, which are numbers."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of these inputs."""
         ...
 
     def hold(self, given: Sequence[int]) -> bool:
-        """Whether it is the graph of a call with the numbers `given`."""
+        """Whether the assumptions hold for the numbers `given`."""
         ...
 
 
 @dataclass(frozen=True)
 class CalledHooks:
-    """The hooks that a graph calls. It keeps them alive: operators know them by their numbers only.
+    """The hooks that a graph calls. It keeps them alive, since operators refer to them by number only.
 
-    by_number   what the operators call
-    observers   the hooks of modules that only look: a plan does not depend on them
+    by_number   the hooks that operators call
+    observers   the hooks of modules that only observe: a plan does not depend on them
     """
 
     by_number: Mapping[int, Hook] = field(default_factory=dict)
@@ -71,13 +71,13 @@ class CalledHooks:
 class Graph:
     """A captured function.
 
-    result    the structure of what the function returns; `left`: of what it leaves behind
-    aliases   the other names of a tied parameter, with the one that is an input
+    result    the structure of the function's result; `left`: of the tensors that it leaves behind
+    aliases   the other names of a tied parameter, each with the name that is an input
     device    the type of device of the call's tensors ("meta" ones are planned as on the CPU)
-    asked     what the function asked of values in its course, with the answers of this one
-    hooks     those that it calls (capture/hooks/hooks.py)
+    asked     the function's questions about values, with their answers in this course
+    hooks     the hooks that it calls (capture/hooks/hooks.py)
     read      the tensors from outside whose values became numbers of the graph
-    counts    what it counts on of the numbers that are its last inputs; None where there are none
+    counts    its assumptions about the numbers that are its last inputs; None without such inputs
     """
 
     module: fx.GraphModule
@@ -104,7 +104,7 @@ class Graph:
         return self.depending(Value(port.node) for port in self.inputs if port.requires_grad)
 
     def depending(self, on: Iterable[Value]) -> frozenset[Value]:
-        """The values that depend differentiably on one of `on`, and these."""
+        """The values in `on`, and those that depend differentiably on one of them."""
         needs = set(on)
         for node in self.nodes:
             if node.target is operator.getitem or node.target in NO_GRADIENT:
@@ -121,7 +121,7 @@ class Graph:
 
 
 def verify(graph: Graph) -> Graph:
-    """Raise VerifyError unless `graph` keeps what this module promises; return it otherwise."""
+    """Return `graph`. Raises VerifyError if it breaks a promise of this module."""
     for node in graph.module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue

@@ -1,4 +1,4 @@
-"""Queries of one node of a graph: what it computes, of what, where it was captured, and what kind of operator it is."""
+"""Queries of one node of a graph: its operator, operands and results, its origin, and the kind of its operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REGION = "partway_checkpoint"
 
 
 def stays(node: fx.Node) -> bool:
-    """Whether `node` stays in a captured graph though nothing reads it: ports, and collectives that a person wrote,
+    """Whether `node` stays in a captured graph though nothing reads it: ports, and collectives in the user's code,
     which other ranks wait for."""
     return node.op in ("placeholder", "output") or node.target in COLLECTIVES
 
@@ -34,7 +34,7 @@ def value(node: fx.Node) -> Any:
 
 
 def bytes_of(value: Any) -> int:
-    """The bytes of a tensor; 0 of what is none."""
+    """The bytes of a tensor; 0 for any other value."""
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
@@ -57,20 +57,20 @@ def operator_name(node: fx.Node) -> str:
 
 
 def name_of_call(node: fx.Node) -> str:
-    """The name of the operator that `node` calls, also of one that writes to its operands."""
+    """The name of the operator that `node` calls, also inside auto_functionalized."""
     text = functions_of(str(node.args[1])).text if node.target is run else ""
     writing = re.search(r"auto_functionalized\w*\(torch\.ops\.([\w.]+)", text)
     return writing[1] if writing else operator_name(node)
 
 
 def describe(node: fx.Node) -> str:
-    """The dtype and shape of what `node` produces, as `float32[8, 16]`."""
+    """The dtype and shape of the tensor that `node` produces, as `float32[8, 16]`; else the type of its value."""
     val = node.meta.get("val")
     return described(val) or type(val).__name__
 
 
 def described(val: Any) -> str:
-    """The dtype and shape of a tensor, as `float32[8, 16]`; "" of what is none."""
+    """The dtype and shape of a tensor, as `float32[8, 16]`; "" for any other value."""
     return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}" if isinstance(val, torch.Tensor) else ""
 
 
@@ -80,7 +80,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def traced_path(node: fx.Node) -> str:
-    """That path as torch.export gives it."""
+    """The path of the innermost module in the form of torch.export."""
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
         return str(path)
@@ -88,8 +88,8 @@ def traced_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`; where no code of
-    theirs calls its module, as in an nn.Sequential that is sharded itself, that: `module 2`."""
+    """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`. If no user code
+    calls its module, as in an nn.Sequential that is sharded itself, the module: `module 2`."""
     line, path = _own_line(node.meta.get("stack_trace") or ""), module_path(node)
     return line or (f"module {path}" if path else "")
 
@@ -103,8 +103,8 @@ def _own_line(stack_trace: str) -> str:
 
 
 def own_frame(stack_trace: str) -> str:
-    """The innermost frame of a stack trace that is neither PyTorch's nor Partway's, with the name of its file for the
-    path: where it is, and a line of code."""
+    """The innermost frame of a stack trace that is neither PyTorch's nor Partway's: its place, with the name of its
+    file for the path, and its line of code."""
     trace = stack_trace.strip().splitlines()
     frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
     own = [i for i in frames if is_persons(trace[i].strip().removeprefix('File "'))]
@@ -117,24 +117,24 @@ def own_frame(stack_trace: str) -> str:
 
 
 def is_persons(filename: str) -> bool:
-    """Whether a file of code is neither PyTorch's nor ours."""
+    """Whether a source file is neither PyTorch's nor ours."""
     return not filename.startswith(_others())
 
 
 @lru_cache(maxsize=1)
 def _others() -> tuple[str, ...]:
-    """How the names of other files begin."""
+    """The prefixes of the paths of PyTorch's files and of ours."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     return ("<", *(os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), ours)))
 
 
 def region_of(node: fx.Node) -> int | None:
-    """The call of torch.utils.checkpoint that `node` was captured in; None outside of all."""
+    """The call of torch.utils.checkpoint that `node` was captured in; None outside of any."""
     return (node.meta.get("custom") or {}).get(_REGION)
 
 
 def marked(region: int) -> dict[str, int]:
-    """What marks a node of a region: the "custom" part of its meta data, which PyTorch carries from trace to trace."""
+    """The mark of a node of a region: the "custom" part of its meta data, which PyTorch copies from trace to trace."""
     return {_REGION: region}
 
 
@@ -152,12 +152,12 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def argument_names(node: fx.Node) -> list[str]:
-    """The names of the arguments that the operator of a call takes."""
+    """The names of the arguments of a call's operator."""
     return [formal.name for formal in schema_of(node.target).arguments]
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument called `name` of a call of an operator, or its default."""
+    """The argument called `name` of a call of an operator, or its default. Raises KeyError if there is none."""
     for i, formal in enumerate(schema_of(node.target).arguments):
         if formal.name == name:
             if i < len(node.args):
@@ -167,14 +167,14 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def per_dim(value: Any, count: int) -> list[int]:
-    """An argument for each dim: `value` may be one number for all of them."""
+    """An argument as a list with one number per dim: `value` may be one number for all of them."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return [int(v) for v in values] * (count if len(values) == 1 else 1)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether the call draws from a random generator. (Attention, recurrent layers and dropout are operators that can;
-    without a probability, or outside training, a call of them does not.)"""
+    """Whether the call draws from a random generator. (Operators of attention, recurrent layers and dropout can; a call
+    of them with probability 0, or outside training, does not.)"""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = argument_names(node)
@@ -204,7 +204,7 @@ def results_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def source_of(node: fx.Node) -> Value:
-    """The value that `node` stands for: a getitem stands for a result of its operand."""
+    """The value that `node` stands for: a result of its operand for a getitem, else its own result."""
     if node.target is operator.getitem:
         return Value(node.args[0], node.args[1])  # type: ignore[arg-type]
     return Value(node)
@@ -233,7 +233,7 @@ REPLACING = (
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether PyTorch says of the operator `target` that each element is made of those at its place."""
+    """Whether PyTorch tags the operator `target` as pointwise: each element depends on the elements at its place."""
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 

@@ -1,8 +1,8 @@
-"""Where in the caller's code the operators of a step come from, for people: their modules and lines.
+"""The modules and lines of the caller's code that the operators of a step come from, for people.
 
-A piece is traced once for all pieces like it. So what is traced of a node, forward or backward, keeps the node's
-position in the piece, in the "custom" part of its meta data; and a copy of it has the origin of the node that is at
-this position in the piece that the copy is for.
+A piece is traced once for all equal pieces. So a node traced from another, forward or backward, keeps the position of
+that node in the piece in the "custom" part of its meta data; each copy of it takes its origin from the node at this
+position in the piece that the copy is for.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _POSITION = "partway_position"
 
 
 def inherit(new: fx.Node, old: fx.Node) -> None:
-    """`new` comes from where `old` does, unless it has an origin of its own."""
+    """Give `new` the origin of `old`, unless it has its own."""
     new.meta |= {key: old.meta[key] for key in _KEYS if key in old.meta and key not in new.meta}
 
 
 def inherit_line(new: fx.Node, old: fx.Node) -> None:
-    """`new` comes from the line that `old` does; its module is still to be said."""
+    """Give `new` the line of `old`; its module is set later."""
     if _LINE in old.meta:
         new.meta[_LINE] = old.meta[_LINE]
 
 
 def computed_again(node: fx.Node) -> bool | None:
-    """Whether the backward computes `node` again where it reads it; None: nothing was noted."""
+    """Whether the backward computes `node` again where it reads it; None if nothing was noted."""
     noted: bool | None = node.meta.get(_AGAIN)
     return noted
 
@@ -45,13 +45,13 @@ def compute_again(node: fx.Node, again: bool) -> None:
 
 
 def operator_of(node: fx.Node) -> str:
-    """The operator of the captured call that `node` is a part of, or of its gradient; empty where nothing was noted."""
+    """The operator of the captured call that `node`, or its gradient, is a part of; "" if nothing was noted."""
     noted: str = node.meta.get(_OPERATOR, "")
     return noted
 
 
 def note_operator(node: fx.Node, name: str) -> None:
-    """Note of which operator of the captured call `node` is a part."""
+    """Note the operator of the captured call that `node` is a part of."""
     node.meta.setdefault(_OPERATOR, name)
 
 
@@ -62,19 +62,19 @@ def number(nodes: Sequence[fx.Node]) -> None:
 
 
 def position(node: fx.Node) -> int | None:
-    """The position of the node that `node` was traced of; None where it was traced of none."""
+    """The position of the node that `node` was traced from; None if there is none."""
     found: int | None = node.meta.get("custom", {}).get(_POSITION)
     return found
 
 
 class _Gradients:
-    """Whose gradient is computed: autograd tells before it computes one."""
+    """Tracks the node whose gradient is being computed, by hooks that autograd calls before it computes one."""
 
     def __init__(self) -> None:
         self._now = ExitStack()
 
     def announce(self, results: Any, of: int) -> None:
-        """Have autograd tell when it comes to the gradient of `results`, of the node at position `of`."""
+        """Have autograd announce the gradient of `results`, those of the node at position `of`."""
         for result in results if isinstance(results, tuple | list) else (results,):
             if isinstance(result, torch.Tensor) and result.grad_fn is not None:
                 result.grad_fn.register_prehook(lambda _: self._enter(of))
@@ -84,12 +84,12 @@ class _Gradients:
         self._now.enter_context(annotate({_POSITION: of}))
 
     def end(self) -> None:
-        """What follows is of no node."""
+        """Leave the current node: what follows belongs to none."""
         self._now.close()
 
 
 class _Runner(fx.Interpreter):
-    """Runs a module so that what is traced of a node keeps what the node notes."""
+    """Runs a module and gives the nodes traced from each node the "custom" meta data of that node."""
 
     def __init__(self, module: fx.GraphModule, gradients: _Gradients) -> None:
         super().__init__(module)
@@ -107,8 +107,8 @@ class _Runner(fx.Interpreter):
 
 @contextmanager
 def tracing() -> Iterator[Callable[..., tuple[Any, ...]]]:
-    """Gives `run(module, *inputs)`. What is traced in the block of a node that it runs, and of the gradient, keeps what
-    the node notes."""
+    """Give `run(module, *inputs)`. The nodes traced in the block from a node that it runs, and from that node's
+    gradient, keep its "custom" meta data."""
     gradients = _Gradients()
     with preserve_node_meta():
         try:

@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Role(StrEnum):
-    """What an input of a graph is, or what becomes of an output."""
+    """The role of an input or an output of a graph."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -23,7 +23,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output of a graph: its node, its role, and the name a person knows it by."""
+    """One input or output of a graph: its node, its role, and its name for users."""
 
     node: fx.Node
     role: Role

@@ -1,4 +1,4 @@
-"""A graph as text: what `str()` of a Graph, of a LocalProgram, of a Step and of a Program says of its nodes.
+"""A graph as text: what `str()` of a Graph, of a LocalProgram, of a Step and of a Program prints of its nodes.
 
     parameter up.weight: float32[8, 8]    # 256 B; [8, 8] of [16, 8] [dp:R tp:S0]
     # up: net.py:14, in forward: return self.down(torch.relu(self.up(x)))
@@ -7,8 +7,8 @@
         # of linear_1: aten.linear.default linear_1 (dp:_1 tp:k) meets aten.relu.default relu (dp:f0 tp:R)
     return result = convert
 
-A line that begins with `#` says of the operators below it in which module they are, and which line of code wrote them.
-The text is the same in every process: it has no addresses, and no order of a set.
+A line that begins with `#` names the module of the operators below it, and the line of code that they come from.
+The text is the same in every process: it contains no addresses, and no order of a set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..ops.collectives import convert, convert_group, kind_of
 from .nodes import described, module_path, operator_name, source_line
 from .port import Port
 
-_OWN = re.compile(r" at 0x[0-9a-f]+")  # what a text may have that is of this process
-_KEY = re.compile(r"[0-9a-f]{40,}")  # the digest of something, of which the beginning tells enough
+_OWN = re.compile(r" at 0x[0-9a-f]+")  # an address, which differs from process to process
+_KEY = re.compile(r"[0-9a-f]{40,}")  # a digest, whose first characters suffice
 _CALL = re.compile(r"^\S+(?:: .*?)? = ([^\s(]+)\(", re.MULTILINE)
 _LONGEST = 100  # characters of an argument that is neither a tensor nor a number
 
@@ -40,9 +40,9 @@ def text_of(
 ) -> str:
     """A graph as text.
 
-    inputs    of the first placeholders the role and the name, such as ("parameter", "up.weight"); "": the node's own
-    returns   what its first results are called; those after them are kept for the backward
-    notes     what else is to be said of a node: beside an input, below an operator
+    inputs    the role and the name of the first placeholders, such as ("parameter", "up.weight"); "": the node's own
+    returns   the names of the first results; those after them are kept for the backward
+    notes     additional notes of a node: beside an input, below an operator
     """
     return "\n".join(_lines(graph, inputs, returns, notes))
 
@@ -85,18 +85,18 @@ def calls_in(text: str) -> Counter[str]:
 
 
 def operators_in(text: str) -> list[str]:
-    """The lines of a text but for source lines, each with those that are indented below it."""
+    """The lines of a text except source lines, each with the lines indented below it."""
     return [each for each in re.split(r"\n(?!    )", text) if not each.startswith("#")]
 
 
 def _word_of(node: fx.Node) -> str:
-    """What a conversion does: the kind of its collective, or of what a rank does alone."""
+    """The kind of a conversion: of its collective, or of its local step."""
     kind = kind_of(str(node.args[1]), str(node.args[2]))
     return "unchanged" if kind is Kind.NOTHING else str(kind)
 
 
 def _made(node: fx.Node, *notes: str) -> str:
-    """The types of what a node makes, with its bytes and `notes`; nothing of what is not known."""
+    """The types of a node's results, with their bytes and `notes`; unknown parts are left out."""
     value = node.meta.get("val")
     made, size = _type_of(value), _bytes_of(value)
     beside = "; ".join([*([human(size)] if size else []), *notes])

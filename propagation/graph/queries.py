@@ -1,4 +1,4 @@
-"""Queries of a whole graph: what is constant, what is differentiated, where gradients flow, what is recomputed."""
+"""Queries of a whole graph: constants, differentiated outputs, gradient flow, recomputed operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .port import Role
 
 
 def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
-    """The operators that depend on no parameter and no input of the call; a buffer is one tensor for all. Random
+    """The operators that depend on no parameter and no input of the call; a buffer is one tensor for all ranks. Random
     numbers are left out: only the wanted parts of them are drawn."""
     varying = {port.node for port in graph.inputs if port.role in (Role.PARAMETER, Role.INPUT) or port.requires_grad}
     constants = {port.node for port in graph.inputs if port.node not in varying}
@@ -38,7 +38,7 @@ def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
 
 
 def differentiated(graph: Graph) -> tuple[bool, ...]:
-    """For each output whether its gradient is planned: the scalars (losses), or all if there is none."""
+    """Whether the gradient of each output is planned: of the scalars (losses), or of all outputs if there is none."""
     needs = graph.differentiable
     able = [port.role in (Role.RESULT, Role.LEFT) and source_of(port.node) in needs for port in graph.outputs]
     losses = [a and not value(port.node).shape for a, port in zip(able, graph.outputs, strict=True)]
@@ -46,7 +46,7 @@ def differentiated(graph: Graph) -> tuple[bool, ...]:
 
 
 def without_gradients(graph: Graph) -> Graph:
-    """`graph` of a call of which no gradient is ever taken."""
+    """`graph` for a call whose gradient is never taken."""
     inputs, outputs = (
         tuple(replace(port, requires_grad=False) for port in ports) for ports in (graph.inputs, graph.outputs)
     )
@@ -54,8 +54,8 @@ def without_gradients(graph: Graph) -> Graph:
 
 
 def may_return(graph: fx.Graph, value: fx.Node) -> bool:
-    """Whether memory of `value` may be in what `graph` returns. An ATen operator that its schema does not say to return
-    an operand's makes memory of its own; any other may not."""
+    """Whether memory of `value` may be in a result of `graph`. An ATen operator makes memory of its own unless its
+    schema declares an alias of an operand; any other operator may return an operand's memory."""
     holding = {value}
     for node in graph.nodes:
         if not holding.isdisjoint(node.all_input_nodes):
@@ -67,9 +67,9 @@ def may_return(graph: fx.Graph, value: fx.Node) -> bool:
 
 
 def writing_in_place(graph: Graph) -> frozenset[fx.Node]:
-    """The operators of a call without gradients that write into an input, such as a cache of keys and values, where it
-    lies: all that happens to it is that one puts elements in the place of its own. (The runtime does so where the input
-    and its new value lie alike, and nothing else that is returned may have its memory.)"""
+    """The operators of a call without gradients that may update an input, such as a cache of keys and values, in
+    place: each replaces elements of the input, and nothing else reads the input. (The runtime does so if the input and
+    its new value have the same layout, and no other result may have its memory.)"""
     given = {port.name: port.node for port in graph.inputs if port.role is Role.INPUT}
     updates = () if graph.differentiable else (port for port in graph.outputs if port.role is Role.INPUT_UPDATE)
     new = {port.name: source_of(port.node).node for port in updates}
@@ -80,7 +80,7 @@ def writing_in_place(graph: Graph) -> frozenset[fx.Node]:
     )
 
 
-# these give an operand back in evaluation, or a view, and their schemas do not say so
+# these return an operand itself in evaluation, or a view, without their schemas declaring it
 _UNSAID = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "_unsafe_view"}
 
 
@@ -91,8 +91,8 @@ def _makes_memory(node: fx.Node) -> bool:
 
 
 def in_caches(graph: Graph) -> frozenset[str]:
-    """The names of what a call without gradients returns in objects such as it was given, as in a cache of keys and
-    values: the next call takes it."""
+    """The names of the results that a call without gradients returns in objects of the types that it was given, such as
+    a cache of keys and values: the next call takes them."""
     results = [port for port in graph.outputs if port.role is Role.RESULT]
     inside = [port for port, is_inside in zip(results, graph.result.in_given_objects(), strict=True) if is_inside]
     if graph.differentiable:
@@ -101,7 +101,7 @@ def in_caches(graph: Graph) -> frozenset[str]:
 
 
 def beside_losses(graph: Graph) -> frozenset[str]:
-    """The names of the results that are not scalars, for a function that also returns a loss."""
+    """The names of the results that are not scalars, if the function also returns a loss."""
     results = [port for port in graph.outputs if port.role is Role.RESULT]
     has_loss = any(port.requires_grad and not shape(port.node) for port in results)
     return frozenset(port.name for port in results if has_loss and shape(port.node))
@@ -120,8 +120,8 @@ def gradient_flow(graph: Graph, wanted: tuple[bool, ...]) -> frozenset[Value]:
 
 
 def recomputed(graph: Graph) -> frozenset[fx.Node]:
-    """The operators inside calls of torch.utils.checkpoint whose results are not kept: those that draw no random
-    numbers, and whose results are read in the same call only."""
+    """The operators inside calls of torch.utils.checkpoint whose results are not kept: they draw no random numbers, and
+    only the same call reads their results."""
     results = {source_of(port.node).node for port in graph.outputs}
     readers: dict[fx.Node, set[int | None]] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""What a function asks of the values of a call, as data: the operators that the answer follows from, and their tensors.
+"""A question of a function about the values of a call, as data: the operators that compute the answer, and its inputs.
 
 Questions arise while a function is captured (`capture/export/questions.py`), and are answered before each call.
 """
@@ -20,7 +20,7 @@ Answer = bool | int
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a call: an input by its place, or a parameter or buffer by its name."""
+    """A tensor of a call: an input, by its place, or a parameter or buffer, by its name."""
 
     role: Role
     name: str
@@ -49,11 +49,11 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What a function asks of the values of a call, and the operators that it follows from.
+    """A question of a function about the values of a call, and the operators that compute the answer.
 
-    draws   whether it follows from random numbers, so that each call draws them again
-    line    where it is asked, as messages write it
-    late    whether an output of the graph answers it
+    draws   whether the answer depends on random numbers, so that each call draws them again
+    line    the line of code that asks, as in messages
+    late    whether an output of the graph is the answer
     """
 
     leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether an operation writes to it
@@ -63,7 +63,7 @@ class Question:
     late: bool = False
 
     def answer(self, values: Values) -> Answer:
-        """The answer of a call with these `values`."""
+        """The answer for a call with these `values`."""
         held: dict[int, Any] = {}
         answer: Any = None
         with torch.no_grad():
@@ -75,11 +75,11 @@ class Question:
                     (answer,) if isinstance(answer, Tensor) else tree_flatten(answer)[0] if operation.results else ()
                 )
                 held.update(zip(operation.results, results, strict=True))
-        return cast("Answer", answer)  # of the last operation, which asks
+        return cast("Answer", answer)  # the result of the last operation
 
 
 def _filled(value: Any, held: Mapping[int, Any]) -> Any:
-    """The arguments of an operation, with what is `held` in place of slots."""
+    """The arguments of an operation, with the tensors in `held` in place of slots."""
     kind = type(value)
     if kind is Slot:
         return held[value.place]

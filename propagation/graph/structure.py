@@ -22,12 +22,12 @@ from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class _Opened:
-    """An object that torch's pytree does not know, opened into the values of its fields."""
+    """An object that torch's pytree does not know, as the values of its fields."""
 
     template: Any
     fields: tuple[str, ...]
     structure: Structure
-    is_given: bool = False  # whether the call whose result it is was given an object of its type
+    is_given: bool = False  # in a result: whether the call was given an object of this type
 
     def close(self, tensors: list[Any], given: Sequence[Any], numbers: Sequence[Any]) -> Any:
         """A copy of the object with `tensors` in its fields."""
@@ -39,14 +39,14 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _GivenTensor:
-    """A tensor of the call itself, number `place`, which a function returns in an object."""
+    """The tensor number `place` of the call, which the function returns."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class _CountedNumber:
-    """A number of a call that changes from call to call, and so comes as a tensor: number `place` of these."""
+    """A number that changes from call to call and is passed as a tensor: number `place` of these."""
 
     place: int
 
@@ -56,7 +56,7 @@ Path = tuple[int, ...]  # the places of a leaf of a structure, from the outermos
 _TENSOR = object()
 _NUMBER = object()
 
-# While a function is captured: numbers whose values torch.export does not know, and the dtypes of their tensors.
+# During a capture: the types of numbers whose values torch.export does not know, and the dtypes of their tensors.
 NUMBERS = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
 _READ_ALIKE = bool, int, float, complex, str, bytes, torch.dtype, torch.device
 
@@ -66,11 +66,11 @@ class Structure:
     """Where the tensors of a value are: `build` puts other tensors in their places."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), _Given, _Counted, an _Opened object, or a plain value
+    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), _GivenTensor, _CountedNumber, _Opened, or a plain value
 
     def build(self, tensors: list[Any], given: Sequence[Any] = (), numbers: Sequence[Any] = ()) -> Any:
-        """The value with `tensors` (consumed from the front) in the places of its tensors, those that the call was
-        `given` where it returns one of them, and the `numbers` that come as tensors."""
+        """The value with `tensors` (consumed from the front) in the places of its tensors, tensors of the call from
+        `given` where it returns one of them, and `numbers` for those passed as tensors."""
         values = []
         for leaf in self.leaves:
             if leaf is _TENSOR:
@@ -86,14 +86,14 @@ class Structure:
         return tree_unflatten(values, self.spec)
 
     def count(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return sum(
             leaf.structure.count() if isinstance(leaf, _Opened) else leaf is _TENSOR or leaf is _NUMBER
             for leaf in self.leaves
         )
 
     def in_given_objects(self, inside: bool = False) -> Iterator[bool]:
-        """For each tensor of a result whether it is in an object that the call was given, as a cache."""
+        """Whether each tensor of a result is in an object of a type that the call was given, such as a cache."""
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 yield from leaf.structure.in_given_objects(inside or leaf.is_given)
@@ -101,7 +101,7 @@ class Structure:
                 yield inside
 
     def plain(self) -> Iterator[Any]:
-        """The values that are no tensors, and no objects that are opened."""
+        """The plain values: neither tensors nor opened objects."""
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 yield from leaf.structure.plain()
@@ -109,15 +109,15 @@ class Structure:
                 yield leaf
 
     def kinds(self) -> Iterator[type]:
-        """The types of the objects."""
+        """The types of the opened objects."""
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 yield type(leaf.template)
                 yield from leaf.structure.kinds()
 
     def returned_by(self, call: Structure) -> Structure:
-        """This structure, as the result of a call of the structure `call`: objects of types that are in the call count
-        as given."""
+        """This structure as the result of a call with the structure `call`: objects of a type in the call are marked as
+        given."""
         return self._returned_by(frozenset(call.kinds()))
 
     def _returned_by(self, given: frozenset[type]) -> Structure:
@@ -130,8 +130,8 @@ class Structure:
         return dataclasses.replace(self, leaves=leaves)
 
     def returning(self, places: Mapping[int, int]) -> Structure:
-        """This structure, where its tensors number `places` are those that the call was given: from one number to the
-        other."""
+        """This structure, with the call's own tensors for those numbered by the keys of `places`: the values are their
+        numbers in the call."""
         return self._returning(iter(range(self.count())), places)
 
     def _returning(self, numbers: Iterator[int], places: Mapping[int, int]) -> Structure:
@@ -146,19 +146,19 @@ class Structure:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def data(self, write: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The structure as nested tuples of texts, numbers, and of what `write` makes of plain values and of types.
-        (PyTorch has a text for the spec, whose reader imports modules that the text names.)"""
+        """The structure as nested tuples of texts, numbers, and the results of `write` for plain values and types.
+        (PyTorch can write the spec as text, but reading it imports modules that the text names.)"""
         return _spec_data(self.spec, write), tuple(_leaf_data(leaf, write) for leaf in self.leaves)
 
     @staticmethod
     def of_data(data: Any, read: Callable[[Any], Any]) -> Structure:
-        """The structure that `data` was made of; `read` undoes what `write` did. An object is a new one of its type,
-        whose fields are set whenever the structure is built."""
+        """The structure that `data` was written from; `read` is the inverse of `write`. An object is a new one of its
+        type, whose fields are set whenever the structure is built."""
         spec, leaves = data
         return Structure(_spec_of_data(spec, read), tuple(_leaf_of_data(leaf, read) for leaf in leaves))
 
     def telling(self, values: Iterator[Any]) -> Structure:
-        """This structure with plain values for its numbers; `values` has one for each tensor and number, and None for
+        """This structure with plain values for its numbers. `values` has one item for each tensor and number: None for
         tensors and for numbers that stay."""
         leaves: list[Any] = []
         for leaf in self.leaves:
@@ -171,8 +171,8 @@ class Structure:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def counting(self, paths: Sequence[Path]) -> tuple[Structure, list[int]] | None:
-        """This structure where the numbers at `paths` come as tensors, and what they are; None where one of them is no
-        integer of at least 2 (torch.export has no symbols for others) that a tensor of int64 can hold."""
+        """This structure with the numbers at `paths` passed as tensors, and these numbers; None if one of them is not
+        an integer of at least 2 (torch.export has no symbols for others) that a tensor of int64 can hold."""
         structure, numbers = self, list[int]()
         for place, path in enumerate(paths):
             found = structure._counting(path, place)
@@ -205,7 +205,7 @@ class Structure:
         )
 
     def text(self) -> str:
-        """The structure as people read it, the same in every process: plain values, and the types of other objects."""
+        """A readable text, the same in every process: plain values, and the types of other objects."""
         texts = []
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
@@ -222,7 +222,7 @@ class Structure:
         return f"{self.spec} of {', '.join(texts)}"
 
     def key(self) -> tuple[Any, ...]:
-        """What must be equal for two calls to have the same graph: the shape of the tree, the plain values."""
+        """A key that two calls with the same graph share: the shape of the tree and the plain values."""
         plain: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
@@ -234,7 +234,7 @@ class Structure:
         return (str(self.spec), tuple(plain))
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str, _CountedNumber})  # two of one type that are equal are one value
+_PLAIN = frozenset({type(None), bool, int, float, str, _CountedNumber})  # types whose equal values are the same
 
 
 def _are_alike(one: Any, other: Any) -> bool:
@@ -274,7 +274,7 @@ def numbers_between(one: tuple[Any, ...], other: tuple[Any, ...]) -> list[Path] 
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """Stands for a value without a hash: equal only to the very same object, which it keeps alive."""
+    """Wraps a value without a hash: compared by the identity of the value, which it keeps alive."""
 
     value: Any
 
@@ -289,7 +289,7 @@ _LEAF: TreeSpec = tree_flatten(0)[1]
 
 
 def _spec_data(spec: TreeSpec, write: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The type of a container, what torch keeps of it beside its elements, and these; nothing for what is none."""
+    """The type of a container, its context in torch's pytree, and its elements; () for a leaf."""
     if spec.is_leaf():
         return ()
     return write(spec.type), write(spec.context), tuple(_spec_data(child, write) for child in spec.children())
@@ -344,7 +344,7 @@ def _item(tensor: Any) -> bool | int | float:
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of `value` in order, and the structure that `Structure.build` fills again."""
+    """The tensors of `value` in order, and the structure whose `build` puts tensors back."""
     return _flatten(value, {})
 
 
@@ -369,7 +369,7 @@ def _flatten(value: Any, known: _Known) -> tuple[list[torch.Tensor], Structure]:
 
 
 def _fields(value: Any, known: _Known) -> tuple[str, ...]:
-    """The attributes into which `value` is taken apart; none for what stays whole. `known`: see `_kinds`."""
+    """The attributes that `value` is opened into; () if it stays whole. `known`: see `_kinds`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
     if isinstance(value, _ATOMS) or callable(value):
@@ -385,9 +385,9 @@ _Known = dict[int, tuple[Any, set[object]]]
 
 
 def _kinds(value: Any, within: tuple[Any, ...], known: _Known) -> set[object]:
-    """What an object contains: tensors, what cannot be looked into, itself. An object with none of these is copied like
-    one with tensors: a cache is empty at first, and the captured function fills it. `known`: what is in other objects,
-    by their ids, with these objects, so that no other one gets an id of theirs."""
+    """The kinds of an object's contents: tensors, opaque values, the object itself (a cycle). An object with none of
+    these is opened like one with tensors: a cache is empty at first, and the captured function fills it. `known`: the
+    kinds of other objects by id, with the objects themselves, so that no id is reused."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR}
     if isinstance(value, _ATOMS) or type(value) in NUMBERS or callable(value):
@@ -411,13 +411,13 @@ def _kinds(value: Any, within: tuple[Any, ...], known: _Known) -> set[object]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function, flat: its tensors, their names, and the way back to (args, kwargs).
+    """One call of a function, flat: its tensors, their names, and the structure of (args, kwargs).
 
     `arguments[i]` is the name of the parameter that tensor i belongs to, `names[i]` the tensor's own name
     (`"x"`, or `"batch[0]"` when the argument holds several).
 
-    paths   where the numbers are that the last tensors stand for, since they change from call to call
-    parts   of each tensor the parts of which every rank holds one, where it stands for the whole; () if none does
+    paths   the places of the numbers that the last tensors stand for, since they change from call to call
+    parts   for each tensor that stands for a whole, its parts, of which each rank holds one, else None; () if none does
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -438,7 +438,7 @@ class Call:
         return len(self.paths)
 
     def counting(self, paths: Sequence[Path]) -> Call | None:
-        """This call with tensors for the numbers at `paths`; None where they are no such numbers."""
+        """This call with tensors for the numbers at `paths`; None if `Structure.counting` rejects one."""
         found = self.structure.counting(paths)
         if found is None:
             return None
@@ -450,13 +450,13 @@ class Call:
         )  # fmt: skip
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        """The arguments with `tensors` for those of the call."""
+        """The arguments of the call with `tensors` in place of its own."""
         count = len(tensors) - self.numbers
         return self.structure.build(list(tensors[:count]), numbers=[int(number) for number in tensors[count:]])
 
 
 def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Flatten a call of `fn`. Arguments are named by its signature where it has one."""
+    """Flatten a call of `fn`. Arguments are named by its signature, if it has one."""
     try:
         tensors, structure = flatten((args, kwargs))
     except RecursionError:
@@ -472,7 +472,7 @@ def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def name_of(fn: object) -> str:
-    """What messages call a function, or a module by its class."""
+    """The name of a function, or of a module's class, in messages."""
     return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
@@ -487,9 +487,9 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of the first `count` arguments by position; fewer where `fn` takes no more.
+    """The names of the first `count` arguments by position; fewer if `fn` takes no more.
 
-    Those that `*args` takes are `arg0`, `arg1`, ... by their position, as are all if `fn` has no signature.
+    Those in `*args`, and all if `fn` has no signature, are `arg0`, `arg1`, ... by their position.
     """
     known = parameter_names(fn)[:count]
     more = _takes_more(fn)
@@ -497,7 +497,7 @@ def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def optional_names(fn: Callable[..., Any]) -> frozenset[str]:
-    """The arguments of `fn` that are None by default: a call may leave them out."""
+    """The arguments of `fn` whose default is None: a call may leave them out."""
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
     except (TypeError, ValueError):
@@ -515,7 +515,7 @@ def _takes_more(fn: Callable[..., Any]) -> bool:
 
 
 def check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise the TypeError that a call of `fn` with arguments that do not fit its signature raises."""
+    """Raise TypeError if the arguments do not fit the signature of `fn`."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where gradients flow inside a manual function, which follows from where they flow around its call."""
+"""Where gradients flow inside a manual function, derived from where they flow around its call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A manual function: a program of one rank that a person wrote by hand, with the layouts of what goes in and comes
-out."""
+"""A manual function: a program of one rank that a user wrote by hand, with the layouts of its operands and results."""
 
 from __future__ import annotations
 
@@ -15,15 +14,14 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import REPLICATE
 from ..graph.graph import Graph
 
-_LOCAL = ("locals", "lambda")  # of `<locals>.<lambda>`
+_LOCAL = ("locals", "lambda")  # words of `<locals>.<lambda>`
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that goes into a manual function, or comes out of it: what messages call it, its layout, and the whole's
-    shape.
+    """An operand or a result of a manual function: its name in messages, its layout, and the shape of the whole.
 
-    Layouts are slices or whole; a result may also be made of addends.
+    Its ranks hold slices or the whole; those of a result may also hold addends.
     """
 
     name: str
@@ -56,13 +54,13 @@ class TracedManual:
 
     @property
     def word(self) -> str:
-        """What plans call it: the last word of its name."""
+        """Its name in plans: the last word of its name."""
         words: list[str] = re.findall(r"\w+", self.name)
         return next((word for word in reversed(words) if word not in _LOCAL), "manual")
 
     @cached_property
     def key(self) -> str:
-        """A digest of all that it is."""
+        """A digest of all its contents."""
         needing = [port.requires_grad for port in self.graph.inputs]
         text = f"{self.name}\n{self.mesh}\n{self.operands}\n{self.results}\n{needing}\n{self.graph.module.graph}"
         return hashlib.sha256(text.encode()).hexdigest()

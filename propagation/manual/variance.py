@@ -1,18 +1,17 @@
-"""On which axes each value of a manual function varies, and so what its gradient is there.
+"""The axes on which each value of a manual function varies, which determine its gradient.
 
-A value of a program of one rank is on each axis of the mesh one of two things:
+On each axis of the mesh, a value of a program of one rank has one of two kinds:
 
-    alike     every rank has the same, and every rank will have the whole gradient        (Replicate)
-    varying   each rank has a value of its own, and the gradient of that                  (Shard, Partial, Broadcast)
+    alike     every rank has the same value, and will have the whole gradient            (Replicate)
+    varying   each rank has its own value, and the gradient of that                      (Shard, Partial, Broadcast)
 
-What is computed of values varies where one of them does. Where a value that is alike is computed with one that varies,
-each rank makes its own use of it: from there on it is a Broadcast, whose gradients are addends, and the conversion
-Replicate -> Broadcast before it adds them up in the backward. Sums over an axis, and what is gathered along it, are
-alike on it. (JAX's shard_map has the same two kinds, and calls them invariant and varying.)
+A result varies if one of its operands does. Where an operator takes an alike value together with a varying one, each
+rank uses it in its own way: from there on it is a Broadcast, whose gradients are addends, and the conversion
+Replicate -> Broadcast before it sums them in the backward. The results of a sum or a gather over an axis are alike on
+it. (JAX's shard_map has the same two kinds, and calls them invariant and varying.)
 
-A value that is alike becomes a Broadcast as early as that costs nothing: where all that reads it varies, and one
-operand carries its gradient. So the gradient of a weight leaves a manual function as addends, and is added up with the
-others.
+An alike value becomes a Broadcast as early as that costs nothing: where all its readers vary, and one operand carries
+its gradient. So the gradient of a weight leaves a manual function as addends, and is summed with the others.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _ALIKE = frozenset({by_hand.all_reduce, by_hand.all_gather, by_hand.broadcast})
 
 
 def axes_of(node: fx.Node) -> Axes:
-    """The axes along which the ranks of a collective meet; none for another operator."""
+    """The axes along which the ranks of a collective meet; none for any other operator."""
     return frozenset(argument(node, "axes")) if node.target in COLLECTIVES else _NONE
 
 
 @dataclass(frozen=True)
 class Variance:
-    """On which axes values vary, and on which the operands of each call must.
+    """The axes on which values vary, and those on which the operands of each call must.
 
-    An operand that needs a gradient and is alike on an axis in `wanted` is converted, Replicate -> Broadcast.
+    An operand that needs a gradient and is alike on an axis in `wanted` is converted from Replicate to Broadcast.
     """
 
     values: Mapping[Value, Axes]
@@ -62,7 +61,7 @@ def variance_of(manual: TracedManual) -> Variance:
 
 
 class _Variance:
-    """The state of one analysis: forwards what must vary, then backwards what may as well."""
+    """The state of one analysis: a forward pass finds what must vary, a backward pass what may."""
 
     def __init__(self, graph: Graph, given: Sequence[Axes], results: Sequence[Axes]) -> None:
         self.graph = graph
@@ -78,7 +77,7 @@ class _Variance:
             self.uses.setdefault(source_of(port.node), []).append(parted)
 
     def found(self) -> Variance:
-        """Go back through the graph: the operands of a call learn what it wants after the call itself has."""
+        """Go back through the graph: each call fixes what it wants before its operands do."""
         for node in reversed(self.calls):
             self._back(node)
         for port in self.graph.inputs:
@@ -100,7 +99,7 @@ class _Variance:
         carriers = {source_of(o) for o in operands(node)} & self.graph.differentiable
         if node.target in COLLECTIVES:
             own = axes_of(node)
-            if node.target in _ALIKE and own <= axes:  # what is added up, or gathered, is a Broadcast at once
+            if node.target in _ALIKE and own <= axes:  # a sum or a gather results in a Broadcast directly
                 self._let_vary(results, own)
             axes -= own
         if len(carriers) <= 1 or not self.graph.differentiable.intersection(results):
@@ -114,7 +113,7 @@ class _Variance:
             self.values[v] |= axes
 
     def _as_well(self, results: Sequence[Value]) -> Axes:
-        """The axes on which these are alike, and all that reads them wants them to vary."""
+        """The axes on which `results` are alike and all their readers want them to vary."""
         uses = [use for v in results for use in self.uses.get(v, ())]
         alike = [use - self.values[v] for v in results for use in self.uses.get(v, ())]
         return frozenset.intersection(*alike) if uses else _NONE

@@ -1,15 +1,15 @@
 """A manual function as local operators and conversions, which lowering puts in the place of its call.
 
 Collectives become conversions between the placements of `strategy/placement.py`, so that they are priced, grouped, run
-and differentiated as those of the plan are:
+and differentiated like those of the plan:
 
     all_reduce       Partial -> Replicate            all_gather     Shard -> Replicate
     reduce_scatter   Partial -> Shard                all_to_all     Shard -> Shard
     permute          Shard -> SliceWindow, of a new leading dim along which every rank has one element
-    broadcast        what all but the root have is masked, and added up
+    broadcast        all ranks but the root mask their tensors, which are summed
 
-with Broadcast in place of Replicate where ranks make their own use of the result (variance.py). Sums apart, a reduction
-is one of what was gathered, or exchanged.
+with Broadcast in place of Replicate if ranks use the result in their own way (variance.py). A reduction other than a
+sum is computed from gathered or exchanged parts.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ _REDUCED = {"max": aten.amax.default, "min": aten.amin.default}
 
 @dataclass(frozen=True, slots=True)
 class ManualConversion:
-    """A conversion of a manual function: `of` a value of its graph, caused by the call `at` (None: by what comes out of
-    it)."""
+    """A conversion of a manual function: `of` a value of its graph, caused by the call `at` (None: by a result)."""
 
     of: Value
     axes: tuple[str, ...]
@@ -59,14 +58,14 @@ class ManualConversion:
     at: fx.Node | None
 
     def has_gradient(self, flows: Collection[Value]) -> bool:
-        """Whether its transpose runs, where `flows` are the values that a gradient reaches. What is compared over ranks
-        is detached."""
+        """Whether its transpose runs, where `flows` are the values that a gradient reaches. Values that are only
+        compared over ranks are detached."""
         return self.of in flows and PARTIAL_MAX not in (self.source, self.target)
 
 
 @dataclass(frozen=True)
 class WrittenManual:
-    """What a rank runs: the tag of a conversion is its place in `conversions`."""
+    """The graph that a rank runs; the tag of a conversion is its place in `conversions`."""
 
     graph: fx.Graph
     conversions: tuple[ManualConversion, ...]
@@ -74,7 +73,7 @@ class WrittenManual:
 
 
 def written(manual: TracedManual) -> WrittenManual:
-    """`manual` as a rank runs it. With PARTWAY_VERIFY=1 it checks that results that are said to be whole are."""
+    """`manual` in the form that a rank runs. With PARTWAY_VERIFY=1 it checks that results declared whole are."""
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     if (manual.key, verifies) not in WRITTEN:
         WRITTEN[manual.key, verifies] = _Writing(manual, verifies).written()
@@ -83,7 +82,7 @@ def written(manual: TracedManual) -> WrittenManual:
 
 
 class _Writing:
-    """The state of writing one manual function: what stands for each value."""
+    """The state of writing one manual function: the node that stands for each value."""
 
     def __init__(self, manual: TracedManual, verifies: bool) -> None:
         self.manual, self.mesh, self.verifies = manual, manual.mesh, verifies
@@ -131,7 +130,7 @@ class _Writing:
     def convert(
         self, x: fx.Node, of: Value, axes: frozenset[str], source: Placement, target: Placement, at: fx.Node | None
     ) -> fx.Node:
-        """A conversion of `x`, which is a rank's tensor of the value `of`, or a view of it."""
+        """A conversion of `x`, a rank's tensor of the value `of` or a view of it."""
         tensor = tensor_of(of)
         ordered = tuple(axis for axis in self.mesh.axes if axis in axes)
         size = self.mesh.size(*ordered)
@@ -142,7 +141,7 @@ class _Writing:
         return self.call(convert, x, str(source), str(target), list(ordered), size, tag)
 
     def _operand(self, node: fx.Node, v: Value) -> fx.Node:
-        """The operand `v` of a call, a Broadcast where it is alike and has to vary."""
+        """The operand `v` of a call, as a Broadcast on the axes where it is alike and has to vary."""
         missing = self.variance.missing(node, v)
         return self._varied(v, missing, node) if missing and v in self.able else self.local[v]
 
@@ -152,7 +151,7 @@ class _Writing:
         return self.varied[v, axes]
 
     def _result(self, v: Value, crossing: Crossing) -> fx.Node:
-        """What comes out: slices and addends vary, and what is whole is alike, or said to be."""
+        """A result: slices and addends vary; a whole is alike, or declared to be."""
         varies, x = self.variance.values[v], self.local[v]
         said = crossing.whole & varies
         if said and self.verifies:
@@ -164,7 +163,7 @@ class _Writing:
         return self.convert(x, v, said, BROADCAST, REPLICATE, None) if said else x
 
     def _verified(self, x: fx.Node, v: Value, said: frozenset[str], name: str) -> fx.Node:
-        """`x`, where it is the same on all ranks along `said`; else a call that raises."""
+        """A call that returns `x` if it is the same on all ranks along `said`, and raises otherwise."""
         tensor, compared = tensor_of(v), self.call(aten.detach.default, x)
         if tensor.dtype.is_complex:
             compared = self.call(aten.view_as_real.default, compared)
@@ -192,8 +191,8 @@ class _Writing:
         return rule.local(Emitter(node, rule, shapes, shapes.operands, self.graph, {}), args, kwargs)
 
     def _drawn(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Random numbers: those of each rank are its part of a tensor with one element more dim for each rank, where
-        they vary."""
+        """Random numbers. Where they vary, a rank's are its part of a tensor with a leading dim of one element per
+        rank."""
         axes = tuple(axis for axis in self.mesh.axes if axis in self.variance.values[Value(node)])
         if not axes:
             return self.call(node.target, *args, **kwargs)
@@ -216,7 +215,7 @@ def _shape(v: Value) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _CollectiveCall:
-    """One call of a collective: what it is written with."""
+    """One call of a collective, while it is written."""
 
     writing: _Writing
     node: fx.Node
@@ -227,7 +226,7 @@ class _CollectiveCall:
 
     @cached_property
     def v(self) -> Value:
-        """The value that it is called with."""
+        """The value that it takes."""
         return source_of(operands(self.node)[0])
 
     @cached_property
@@ -237,12 +236,12 @@ class _CollectiveCall:
 
     @cached_property
     def count(self) -> int:
-        """How many ranks there are."""
+        """The number of its ranks."""
         return self.writing.mesh.size(*self.axes)
 
     @cached_property
     def whole(self) -> Placement:
-        """What a result is that all ranks have alike."""
+        """The placement of a result that is alike on all ranks."""
         varies = self.writing.variance.values[Value(self.node)]
         return BROADCAST if axes_of(self.node) <= varies else REPLICATE
 
@@ -255,7 +254,7 @@ class _CollectiveCall:
         return self.writing.convert(x, self.v, axes_of(self.node), source, target, self.node)
 
     def gathered(self) -> fx.Node:
-        """What all ranks have, stacked in a new leading dim."""
+        """The tensors of all ranks, stacked in a new leading dim."""
         return self.convert(self.apply(aten.unsqueeze.default, self.x, 0), Shard(0), self.whole)
 
     def exchanged(self, dim: int) -> fx.Node:
@@ -269,7 +268,7 @@ class _CollectiveCall:
         return self.apply(aten.squeeze.dim, received, 0)
 
     def elsewhere(self) -> fx.Node:
-        """Whether this rank is another one than the root: a mask on the device of the tensor."""
+        """A mask on the device of the tensor: true on every rank but the root."""
         axes = [axis for axis in self.writing.mesh.axes if axis in self.axes]
         place = self.apply(indexing.position, axes, [self.writing.mesh.size(axis) for axis in axes])
         counts = [int(rank == self.root) for rank in range(self.count)]
@@ -348,7 +347,7 @@ def _reduce(c: _CollectiveCall) -> fx.Node:
 
 
 def _send_receive(c: _CollectiveCall) -> list[fx.Node]:
-    """Exchanges in which ranks differ were written as permutations when their traces were merged."""
+    """Write an empty exchange as no nodes; exchanges that differ by rank became permutations in the merged trace."""
     _, targets, sources, *_ = c.node.args
     if not targets and not sources:
         return []

@@ -1,4 +1,4 @@
-"""What one device holds while the backward runs, operator by operator, under one choice and its fates.
+"""The bytes that one device holds during the backward, operator by operator, under one choice and its fates.
 
 Three operators in a row, 1 to 3, whose results take 4, 2 and 1 bytes; in its backward 2 reads the result of 1, and 3
 that of 2, both kept:
@@ -8,17 +8,16 @@ that of 2, both kept:
     gradients of the results of 1 and 2      2     4 + 2     4
     together                                 8      10       4
 
-What is there for a while is an interval of the vertices, which the backward goes through from the last to the first:
+Each tensor is there for an interval of vertices; the backward goes through them from the last to the first:
 
     kept               from the first moment of the backward to the earliest reader
-    computed again     from its last reader, or the last that something else is computed again for, to the earliest
+    computed again     from its last reader, or the last vertex that is recomputed from it, to the earliest
     gradient of a      from its last reader, which computes the first addend, to its producer (gradients.py)
     value
     gradient of a      from its last reader to the end of the step
     parameter
 
-Parameters, what the optimizer keeps and the inputs of the call are there throughout, its results from where they are
-made on.
+Parameters, states of the optimizer and inputs of the call are there throughout, its results from their producers on.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from .keeping import KeepProblem, Kept
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes on one device while the backward is at each vertex, by what holds them.
+    """Bytes on one device while the backward is at each vertex, by category.
 
-    always    parameters, what the optimizer keeps, inputs and results, throughout the backward
+    always    parameters, states of the optimizer, inputs and results, throughout the backward
     forward   all bytes while the forward is at each vertex
     """
 
@@ -53,23 +52,23 @@ class HeldBytes:
 
     @property
     def peak(self) -> float:
-        """The most bytes at a time."""
+        """The largest number of bytes at any time."""
         return float(max(self.total.max(initial=0.0), self.forward.max(initial=0.0)))
 
     @property
     def moment(self) -> tuple[str, int]:
-        """When that is: the "forward" or the "backward" of which vertex."""
+        """The time of the peak: "forward" or "backward", and the vertex."""
         forward = float(self.forward.max()) > float(self.total.max())
         return ("forward", int(self.forward.argmax())) if forward else ("backward", int(self.total.argmax()))
 
     @property
     def total(self) -> Floats:
-        """All of them."""
+        """The bytes at each vertex of the backward."""
         return sum(self.always.values()) + self.kept + self.again + self.gradients + self.parameter_gradients
 
 
 def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> HeldBytes:
-    """The timeline of `choice`, options of the vertices of `problem`, with the fates of `kept`."""
+    """The bytes held under `choice`, an option for each vertex of `problem`, with the fates of `kept`."""
     return _Timeline(problem, choice, kept).made()
 
 
@@ -86,8 +85,8 @@ class _Timeline:
         self.entering: list[list[int]] = [[] for _ in range(count)]  # of each vertex the edges to it
         self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
         self.producers: list[list[int]] = [[] for _ in range(count)]
-        self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
-        self.viewed = [False] * count  # of each vertex whether a backward reads a view of what it makes
+        self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads its result
+        self.viewed = [False] * count  # of each vertex whether a backward reads a view of its result
         for number, edge in enumerate(self.edges):
             self.entering[edge.consumer].append(number)
             self.readers[edge.producer].append(edge.consumer)
@@ -106,7 +105,7 @@ class _Timeline:
         self._gradients()
         sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
         self._forward()
-        before = sum(self.always.values()) - self.always["results"]  # each is counted from where it is made on
+        before = sum(self.always.values()) - self.always["results"]  # each result counts from its producer on
         return HeldBytes(self.always, np.cumsum(self.made_so_far[:-1]) + before, **sums)
 
     def _values(self) -> None:
@@ -121,7 +120,7 @@ class _Timeline:
                 self._made(i, starts[i])
 
     def _read_through(self) -> None:
-        """What reads a view reads what that is a view of, and what reads a hub that takes no memory what that is of."""
+        """Attribute reads through views, and hubs without memory of their own, to the producer of the memory."""
         for i in reversed(range(len(self.vertices))):
             hub = self.vertices[i].kind is VertexKind.HUB and not self.keeping.fates[i].keeps
             view = self.p.facts[i].view
@@ -141,7 +140,7 @@ class _Timeline:
             self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
 
     def _made(self, i: int, start: int) -> None:
-        """What an operator or a hub makes."""
+        """Add the results of an operator or a hub."""
         last, facts, fate = len(self.vertices) - 1, self.p.facts[i], self.keeping.fates[i]
         made = float(self.vertices[i].options.made[self.choice[i]])
         beside = float(self.p.beside(i)[self.choice[i]])
@@ -157,14 +156,14 @@ class _Timeline:
             self._add("kept", i if earliest is None else earliest, last, made)
 
     def _lies_in_what_is_kept(self, i: int) -> bool:
-        """Whether vertex i is a hub that gives just what its producer does, which is kept."""
+        """Whether vertex i is a hub without a conversion whose producer's result is kept."""
         (number,) = self.entering[i] if self.vertices[i].kind is VertexKind.HUB else (None,)
         if number is None or not self.keeping.fates[self.edges[number].producer].keeps:
             return False
         return self.found[number].same
 
     def _starts(self) -> list[int]:
-        """Where in the backward each vertex is computed again, if it is."""
+        """The vertex of the backward at which each vertex would be recomputed; -1 if nothing needs it."""
         starts = [-1] * len(self.vertices)
         for i in reversed(range(len(self.vertices))):
             again = (starts[reader] for reader in self.readers[i] if self.keeping.fates[reader].runs)
@@ -181,7 +180,7 @@ class _Timeline:
                 self._add("again", edge.consumer, edge.consumer, size)
 
     def _forward(self) -> None:
-        """What is kept is there from where it is made on; the rest until its last reader has run."""
+        """Add up the forward: kept results stay from their producers on, others until their last reader has run."""
         last, kept_as = len(self.vertices) - 1, self._kept_as_another()
         for i in reversed(range(len(self.vertices))):
             vertex, option = self.vertices[i], self.choice[i]
@@ -207,7 +206,7 @@ class _Timeline:
                 self.made_so_far[(last if stays else until) + 1] -= size
 
     def _kept_as_another(self) -> set[int]:
-        """The vertices of whose memory a hub, or a view's, is kept."""
+        """The vertices whose memory is kept as that of a hub or a view."""
         found: set[int] = set()
         for i in reversed(range(len(self.vertices))):
             hub = self.vertices[i].kind is VertexKind.HUB
@@ -216,7 +215,7 @@ class _Timeline:
         return found
 
     def _through(self, i: int) -> list[int]:
-        """The readers of what vertex i makes, those that read it through hubs and views included."""
+        """The readers of the result of vertex i, including those that read it through hubs and views."""
         if i not in self._reached:
             found: list[int] = []
             for reader in self.readers[i]:

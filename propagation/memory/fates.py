@@ -1,15 +1,15 @@
-"""What may become of the results of an operator after the forward: one row of `FATES` for each fate.
+"""The fates of an operator's results after the forward: one row of `FATES` for each.
 
     fate    on the device until the backward    there while the backward reads it    its operator
     kept    results, and what stands beside     -                                    runs once
     again   -                                   both                                 runs once more
     gone    what stands beside                  -                                    runs once
 
-What stands beside the results is what autograd keeps for the operator's own backward: statistics, masks.
+Beside the results stand the tensors that autograd keeps for the operator's own backward: statistics, masks.
 
-A fate is priced by its row (keeping.py) and held by its row (backward_memory.py). Lowering calls its `note` with each
-node that it writes for the operator, and a pass does what was noted: program/recompute.py reads `compute_again`. So one
-more fate, such as memory of the host, is a row and a pass.
+keeping.py prices a fate by its row, and backward_memory.py counts its bytes by it. Lowering calls its `note` with each
+node that it writes for the operator, and a pass acts on the notes: program/recompute.py reads `compute_again`. So a new
+fate, such as offloading to the host, is a row and a pass.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Stay(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What decides which fates a vertex may have.
+    """The properties of a vertex that decide which fates it may have.
 
     fixed      it is an input or an output
-    marked     a person marked its operator to be computed again
+    marked     the user marked its operator for recomputation
     view       its results lie in the memory of an operand
-    able       it gives the same if it runs again
-    allowed    the settings let it run again
+    able       it gives the same result if it runs again
+    allowed    the settings allow it to run again
     read       its own backward reads its results
     """
 
@@ -58,14 +58,14 @@ class Candidate:
 class Fate:
     """One fate.
 
-    name       what plans call it
+    name       its name in plans
     may        whether a vertex may have it
-    results    how long its results stay
-    beside     and what stands beside them
-    runs       its operator runs once more in the backward, so that its operands have to be there
-    seconds    what the backward takes longer for it, of each option
-    told       what a report says of it, of the `seconds` and the `bytes` that stay; "": nothing
-    note       what is noted on each node that lowering writes for the operator; None: nothing
+    results    how long the results stay
+    beside     how long the tensors beside them stay
+    runs       the operator runs once more in the backward, so that its operands have to be there
+    seconds    the additional time of the backward, for each option
+    told       its text in a report, with its `seconds` and the `bytes` that stay; "": nothing
+    note       called with each node that lowering writes for the operator; None: nothing to note
     """
 
     name: str
@@ -86,8 +86,8 @@ class Fate:
         return self.results is Stay.THROUGHOUT
 
     def bytes_of(self, made: Floats, beside: Floats, read: bool) -> tuple[Floats, Floats]:
-        """What stays throughout, and what is there again while the backward reads it (`read`: it reads the results), of
-        `made` bytes of results and those `beside` them."""
+        """The bytes that stay throughout, and those that are there again while the backward reads them, of `made` bytes
+        of results and those `beside` them. `read`: the backward reads the results."""
         kept = made * self.keeps + beside * (self.beside is Stay.THROUGHOUT)
         back = beside * (self.beside is Stay.BACK) + made * (read and self.results is Stay.BACK)
         return kept, back
@@ -118,5 +118,5 @@ def fates_of(candidate: Candidate) -> tuple[Fate, ...]:
 
 
 def fate_named(name: str) -> Fate | None:
-    """The fate that plans call `name`; None of a plan that knows no fates, or others."""
+    """The fate called `name` in plans; None if there is none, as in plans without fates."""
     return next((fate for fate in FATES if fate.name == name), None)

@@ -1,14 +1,14 @@
-"""The memory of the gradients of values, and how long it is there: as intervals of the vertices.
+"""The memory of the gradients of values, as intervals of the vertices.
 
 Three operators in a row, 1 to 3, whose results take 4 bytes each. The gradient of 1's result is there while the
 backward is at 2, which makes it, and at 1, which reads it; that of 2's result at 3 and 2. So 8 bytes are
 there at 2. If 2 is a view both gradients are one memory of 4 bytes, which is there from 3 to 1.
 
-The backward goes from the last vertex to the first. The gradient of a value is there from the last of its readers on,
-which makes the first addend, until the value's producer has read it. Further addends are added as they come.
+The backward goes from the last vertex to the first. The gradient of a value is there from the value's last reader,
+which computes the first addend, until its producer has read it. Further addends are added as they come.
 
-A gradient often takes no memory of its own. A view, a hub and an addition pass on the one that they got; and of most
-elementwise operators the runtime writes a gradient over that of the result, if nobody else reads it.
+A gradient often takes no memory of its own. A view, a hub and an addition pass on the gradient of their result; and for
+most elementwise operators the runtime writes a gradient over that of the result, if nobody else reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .keeping import Converted, KeepProblem
 _aten = torch.ops.aten
 _ADD = _aten.add.Tensor
 
-# Operators whose backward is one that the runtime may have write over the gradient of the result.
+# Operators whose backward the runtime may let write over the gradient of the result.
 _IN_PLACE = {
     _aten.div.Scalar, _aten.div.Tensor, _aten.gelu.default, _aten.mul.Scalar, _aten.mul.Tensor, _aten.neg.default,
     _aten.relu.default, _aten.sub.Tensor, _aten.tanh.default,
@@ -34,9 +34,9 @@ _IN_PLACE = {
 
 @dataclass(eq=False)
 class Gradient:
-    """Bytes that are there while the backward goes from vertex `start` to vertex `end`, which stands before it.
+    """Bytes that are there while the backward goes from vertex `start` down to vertex `end`.
 
-    own   of one value alone, so that it may be written over
+    own   belongs to one value alone, so that it may be written over
     """
 
     size: float
@@ -46,7 +46,7 @@ class Gradient:
 
 
 def gradients(problem: KeepProblem, found: Sequence[Converted]) -> list[Gradient]:
-    """The gradients of values, those of parameters aside; `found`: the conversion of each edge."""
+    """The gradients of values, except of parameters; `found`: the conversion of each edge."""
     return _Backward(problem, found).run()
 
 
@@ -55,7 +55,7 @@ class _Backward:
         self.p, self.found = problem, found
         self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
         self.made: list[Gradient] = []
-        self.of: list[dict[int, Gradient]] = [{} for _ in self.vertices]  # of each vertex those of its results
+        self.of: list[dict[int, Gradient]] = [{} for _ in self.vertices]  # of each vertex's results
         self.leaving: list[list[int]] = [[] for _ in self.vertices]  # the edges to a vertex's readers, the last first
         for number in sorted(range(len(self.edges)), key=lambda n: -self.edges[n].consumer):
             edge = self.edges[number]
@@ -74,7 +74,7 @@ class _Backward:
         return self.made
 
     def _arrive(self, i: int, number: int) -> None:
-        """Along edge `number` vertex i gets an addend of the gradient of a result."""
+        """Add an addend of the gradient of a result of vertex i, which arrives along edge `number`."""
         edge, conversion = self.edges[number], self.found[number]
         reader, result = edge.consumer, edge.result
         own = self._of_result(reader)
@@ -99,11 +99,11 @@ class _Backward:
         return self.made[-1]
 
     def _of_result(self, i: int) -> Gradient | None:
-        """The gradient of what vertex i gives, if it gives one tensor."""
+        """The gradient of the result of vertex i, or None unless exactly one result has a gradient."""
         return next(iter(self.of[i].values())) if len(self.of[i]) == 1 else None
 
     def _passed(self, reader: int, own: Gradient) -> Gradient | None:
-        """The gradient of a reader's result as that of an operand, if it takes no other memory."""
+        """The gradient of a reader's result if it can serve as that of an operand, without other memory; else None."""
         vertex = self.vertices[reader]
         alone = self.waiting[reader] == 1
         if vertex.kind is VertexKind.HUB or self.p.facts[reader].view or vertex.node.target is _ADD:
@@ -119,7 +119,7 @@ class _Backward:
         return not taken
 
     def _sum(self, one: Gradient, other: Gradient, at: int) -> Gradient:
-        """The sum of two addends of which the second is made at vertex `at`; in the memory of one, if it may be."""
+        """The sum of two addends, the second made at vertex `at`; in the memory of one of them if possible."""
         one.end = min(one.end, at)
         if one is not other:
             for addend in (other, one):

@@ -1,18 +1,18 @@
-"""What is kept for the backward, what is computed again, and what that costs: part of every choice.
+"""What is kept for the backward, what is recomputed, and the cost of both, as part of every choice.
 
 Three operators in a row, of which the second takes 3 s and makes 100 bytes that the backward reads; the result of the
 first is kept. At a price p of a byte between the forward and the backward the second costs 100 p if it is kept and 3 if
 it is computed again: at p = 0.02 it is kept, for 2; at p = 0.05 it is computed again, for 3 and not 5. A result that
 nothing reads is gone, and costs nothing.
 
-An option of a vertex is joined by a fate of its results (fates.py): kept, computed again, or gone. What is computed
-again costs the seconds of one more forward, and what it is computed of must be there then. A tensor that is converted
-for a reader in the backward is converted again (the collective runs once more), or kept as it was converted. All of
-that involves no more than the two ends of an edge, so the problem stays as thin as it is.
+An option of a vertex is joined by a fate of its results (fates.py): kept, computed again, or gone. Computing a result
+again costs the seconds of one more forward, and requires its operands at that time. A tensor that is converted for a
+reader in the backward is converted again (the collective runs once more), or kept in its converted form. All of this
+involves only the two ends of an edge, so the problem stays as thin as it is.
 
 Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
-holds the parameters and what the optimizer keeps of them, what stretches up to s keep, what s computes again, and the
-gradients of parameters that s and the stretches behind it read; and the operator that runs has its operands and its
+holds the parameters and their optimizer states, everything kept by stretches up to s, the recomputed tensors of s, and
+the gradients of the parameters that s and the stretches behind it read; and the running operator's operands and
 results. A byte may have another price at each of these times.
 """
 
@@ -38,8 +38,8 @@ from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs
 from .stretches import at_hand, stretches_of
 
-FREE = 1e-3  # what a second of something that is free to have again weighs
-CHEAP = 16.0 * FREE  # so many passes over a value may be made to have it again for free
+FREE = 1e-3  # the weight of a second of recomputation that counts as free
+CHEAP = 16.0 * FREE  # the passes over a value that may be made to have it again for free
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Keeping:
 
     fates   of each vertex
     again   of each edge whether its conversion runs once more in the backward
-    kept    of each edge whether what it is converted to is kept
-    cost    what computing operators again costs, as the search weighs it, but for what is free
+    kept    of each edge whether the converted tensor is kept
+    cost    the weighted cost of computing operators again, except free ones
     """
 
     fates: tuple[Fate, ...]
@@ -60,8 +60,8 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Kept:
-    """A choice with its fates, what it costs, and the bytes that one device holds while each vertex runs, as the prices
-    count them. `prices`: at each vertex what a byte costs that is kept until the backward comes by."""
+    """A choice with its fates, its cost, and the bytes that one device holds while each vertex runs, as the prices
+    count them. `prices`: at each vertex, the price of a byte that is kept until the backward reaches it."""
 
     choice: tuple[int, ...]
     keeping: Keeping
@@ -72,8 +72,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """One conversion of an edge: what it costs once and if it runs again, the bytes before and after it, whether it
-    sends anything, and whether it does nothing."""
+    """One conversion of an edge: its cost once and with a second run, the bytes before and after it, whether it
+    communicates, and whether it does nothing."""
 
     once: float
     twice: float
@@ -85,13 +85,13 @@ class Converted:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the fates of one vertex may be, and what they come to.
+    """The fates that one vertex may have, and the facts that price them.
 
     fates     those that it may have
-    free      to have it again costs next to nothing
+    free      recomputing it costs next to nothing
     read      the backward reads its results, so that they stay for a while when they are computed again
-    own       its own backward reads them
-    view      they lie in the memory of an operand
+    own       its own backward reads its results
+    view      its results lie in the memory of an operand
     beside    bytes that its forward keeps for its own backward, on one device
     """
 
@@ -108,11 +108,11 @@ class KeepProblem:
     """A search problem in which every option has its fates.
 
     stretches   the stretch of each vertex
-    facts       what each vertex may do
+    facts       the facts of each vertex about its fates
     reads       of each edge whether the backward of its consumer reads its tensor
-    at_hand     the inputs, and hubs of inputs
-    barred      of each edge whether its conversion may not run again, and whether what it gives may not be kept
-    rows        of each vertex the options that `problem` has, by number in the whole problem; None: all of them
+    at_hand     of each vertex whether it is an input or the hub of one
+    barred      of each edge whether its conversion may not run again, and whether its result may not be kept
+    rows        of each vertex the numbers that the options of `problem` have in the whole problem; None: all of them
     """
 
     problem: SearchProblem
@@ -140,21 +140,21 @@ class KeepProblem:
 
     @property
     def count(self) -> int:
-        """How many stretches there are."""
+        """The number of stretches."""
         return max(self.stretches, default=0) + 1
 
     def at(self, choice: tuple[int, ...]) -> KeepProblem:
-        """This problem, which is whole, with the strategies of `choice`: only fates are left to choose."""
+        """This whole problem with the strategies of `choice`: only fates are left to choose."""
         rows = {c: np.array([c]) for c in set(choice)}
         return self.among([rows[c] for c in choice])
 
     def among(self, rows: list[Codes]) -> KeepProblem:
-        """This problem, which is whole, with some options of each vertex, by number."""
+        """This whole problem with some options of each vertex, by number."""
         only = restricted(self.problem, rows)
         return replace(self, problem=only, rows=tuple(rows), _known={}, _columns={})
 
     def original(self, choice: tuple[int, ...]) -> tuple[int, ...]:
-        """A choice by its numbers in the whole problem."""
+        """`choice` with the numbers of options in the whole problem."""
         if self.rows is None:
             return choice
         return tuple(int(rows[c]) for rows, c in zip(self.rows, choice, strict=True))
@@ -197,7 +197,7 @@ class KeepProblem:
         return Costs(tuple(unary), pairs)
 
     def _once(self, i: int, make: Callable[[int], Any]) -> Any:
-        """What `make` gives of vertex i; vertices that are alike share it."""
+        """The result of `make` for vertex i, shared by vertices that are alike."""
         vertex = self.problem.vertices[i]
         key = (
             make.__name__,
@@ -210,8 +210,8 @@ class KeepProblem:
         return self._columns[key]
 
     def numbers(self, choice: Sequence[int], fates: Sequence[Fate]) -> tuple[int, ...]:
-        """The numbers of options of the whole problem with these fates; of one that is not here that of the first, and
-        so of a fate that a vertex may not have."""
+        """The numbers of options, given by their numbers in the whole problem, with these fates. An option that is not
+        here counts as the first, and so does a fate that a vertex may not have."""
         if self.rows is not None:
             choice = among(self.rows, choice)
         places = [f.fates.index(fate) if fate in f.fates else 0 for f, fate in zip(self.facts, fates, strict=True)]
@@ -225,7 +225,7 @@ class KeepProblem:
         return prices
 
     def _work(self, i: int) -> Floats:
-        """The bytes of an operator's operands and results under each option: with their gradients it works."""
+        """The bytes of an operator's operands and results under each option: the size of its gradients."""
         options = self.problem.vertices[i].options
         if self.problem.vertices[i].kind is not VertexKind.OPERATOR or self.facts[i].view:
             nothing: Floats = np.zeros(len(options))
@@ -235,8 +235,8 @@ class KeepProblem:
         return work
 
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
-        """The costs of each fate with each option, fate by fate; a byte that is kept costs `kept`, one that is computed
-        again `again`, one of a gradient `before`, one that is there throughout `always`."""
+        """The costs of each option with each fate, fate by fate. A kept byte costs `kept`, a recomputed one `again`,
+        one of a gradient `before`, and one that is there throughout `always`."""
         options = self.problem.vertices[i].options
         gradient, throughout = self.at_rest(i)
         own = options.unary + before * gradient + always * throughout
@@ -244,7 +244,7 @@ class KeepProblem:
         return np.concatenate([own + longer + kept * stays + again * back for longer, (stays, back) in by_fate])
 
     def _longer(self, i: int) -> list[Floats]:
-        """For each fate of vertex i what the backward takes longer for it, weighed, of each option."""
+        """For each fate of vertex i, the weighted additional time of the backward, for each option."""
         vertex, settings = self.problem.vertices[i], self.problem.settings
         weight = 0.0 if self._is_marked(i) else settings.weights.compute
         return [
@@ -256,7 +256,7 @@ class KeepProblem:
         return fate.runs and self.facts[i].free
 
     def _bytes(self, i: int) -> list[tuple[Floats, Floats]]:
-        """For each fate of vertex i the bytes of each option that stay, and those that are back in its stretch."""
+        """For each fate of vertex i, the bytes that stay, and those that are back in its stretch, for each option."""
         vertex, facts = self.problem.vertices[i], self.facts[i]
         if vertex.kind is VertexKind.INPUT:
             nothing: Floats = np.zeros(len(vertex.options))
@@ -273,7 +273,7 @@ class KeepProblem:
         return beside * _share(options)
 
     def at_rest(self, i: int) -> tuple[Floats, Floats]:
-        """The bytes of the gradient of an input, and those that it, or a result of the call, takes up throughout."""
+        """The bytes of an input's gradient, and those that the input, or a result of the call, takes throughout."""
         vertex = self.problem.vertices[i]
         held = vertex.options.held
         nothing: Floats = np.zeros(len(held))
@@ -290,7 +290,7 @@ class KeepProblem:
 
     def _between(self, number: int, kept: float, again: float, now: float) -> Floats:
         """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]. A byte costs
-        `now` while the consumer runs, beside which there is then what was converted for it."""
+        `now` while the consumer runs, when the tensor before the conversion is there as well."""
         edge = self.problem.edges[number]
         once = edge.matrix(self.problem.vertices)
         twice, keep = self._ways(number, once, kept, again)
@@ -314,28 +314,28 @@ class KeepProblem:
         return np.vstack(rows)
 
     def _is_marked(self, i: int) -> bool:
-        """Whether a person marked vertex i to be computed again: its options cost one forward more as it is."""
+        """Whether the user marked vertex i for recomputation: its options already include one more forward."""
         return self.facts[i].fates == (AGAIN,)
 
     def _is_hub(self, i: int) -> bool:
         return self.problem.vertices[i].kind is VertexKind.HUB
 
     def _in_one(self, edge: Edge) -> Any:
-        """The bytes that a hub and its producer have in one memory [option of the producer, option of the consumer],
-        which are kept once if both are."""
+        """The bytes that a hub shares with its producer [option of the producer, option of the consumer], which are
+        kept once if both are kept."""
         if not self._is_hub(edge.consumer):
             return 0.0
         rows, columns = edge.codes(self.problem.vertices)
         return edge.table.held[rows][:, None] * (rows[:, None] == columns)
 
     def _is_there(self, fate: Fate, edge: Edge) -> bool:
-        """Whether the backward has the results of a producer of this fate when the consumer's turn comes."""
+        """Whether the results of a producer with this fate are there when the backward reaches the consumer."""
         near = not self._crosses(edge) or self.at_hand[edge.producer]
         return fate.keeps or (fate.results is Stay.BACK and near)
 
     def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
-        """What an edge costs whose tensor the backward reads as it is converted: if it is converted once more, and if
-        what it is converted to is kept. A conversion that moves nothing between ranks is never worth keeping."""
+        """The costs of an edge whose converted tensor the backward reads: if it is converted once more, and if the
+        converted tensor is kept. A conversion that moves nothing between ranks is never worth keeping."""
         edge = self.problem.edges[number]
         never_again, never_kept = self.barred[number]
         twice = replace(edge, table=once_more(edge.table)).matrix(self.problem.vertices)
@@ -348,8 +348,8 @@ class KeepProblem:
     # -- of a choice
 
     def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
-        """What the options of `costs(at, between)` with these numbers stand for, and what they come to alone. `between`
-        may be another at each vertex."""
+        """The choice and fates that the options of `costs(at, between)` with these numbers stand for, and their costs
+        without prices. `between` may differ from vertex to vertex."""
         prices = self._by_stretch(at)
         later = _until(prices)[np.array(self.stretches, dtype=np.intp)] + between
         fates, choice = [], []
@@ -398,8 +398,8 @@ class KeepProblem:
 
 
 def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only_free: bool) -> KeepProblem:
-    """`problem` with the fates that its settings leave; `needs`: what the backward of each
-    call reads. `only_free`: nothing is computed again but what is free."""
+    """`problem` with the fates that its settings leave; `needs`: what the backward of each call reads. `only_free`:
+    only free results are computed again."""
     marked = recomputed(problem.graph)
     facts: list[_Facts] = []
     read = {(edge.producer, edge.result) for edge in problem.edges if _reads(problem, edge, needs)}
@@ -421,13 +421,13 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
 
 
 def _until(prices: Floats) -> Floats:
-    """What it costs to keep a byte until the backward comes to each stretch, with the price of one in each."""
+    """The cost of keeping a byte until the backward reaches each stretch, given the price of a byte in each."""
     until: Floats = np.cumsum(prices[::-1])[::-1]
     return until
 
 
 def _share(options: Options) -> Floats:
-    """Under each option the share of the operator's largest tensor that one device has."""
+    """The share of the operator's largest tensor that one device holds, under each option."""
     tensors = zip((*options.tables[0], *options.tables[1]), (*options.operands, *options.results), strict=True)
     table, codes = max(((t, c) for t, c in tensors if t), key=lambda pair: float(pair[0].held.max()))
     share: Floats = table.held[codes] / table.held.max()
@@ -441,14 +441,14 @@ def _reads(problem: SearchProblem, edge: Edge, needs: Mapping[fx.Node, Needs]) -
 
 
 def _barred(problem: SearchProblem, edge: Edge) -> tuple[bool, bool]:
-    """Whether the options say that a weight is never gathered again, and never kept gathered."""
+    """Whether the settings forbid gathering a weight again, and keeping it gathered."""
     if edge.value not in problem.tensors.weights or problem.settings.regather is None:
         return False, False
     return not problem.settings.regather, problem.settings.regather
 
 
 def _is_free(vertex: Vertex) -> bool:
-    """Whether the results of a vertex cost next to nothing to have again: views, casts, and elementwise operators."""
+    """Whether recomputing a vertex costs next to nothing: views, casts, and elementwise operators."""
     if vertex.kind is not VertexKind.OPERATOR:
         return True
     if draws_random_numbers(vertex.node):
@@ -476,7 +476,7 @@ def _fates(
 
 
 def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
-    """What a choice costs, with what its fates cost and what the backward converts again."""
+    """The cost of a choice, with its fates and the conversions that the backward repeats."""
     total = keeping.cost + sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
     for edge, again in zip(problem.edges, keeping.again, strict=True):
         rows, columns = edge.codes(problem.vertices)
@@ -488,11 +488,11 @@ def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Ke
 
 
 def seconds_again(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
-    """The seconds that the backward takes longer for what is not kept."""
+    """The additional seconds of the backward for results that are not kept."""
     every = zip(problem.vertices, choice, keeping.fates, strict=True)
     return sum(float(fate.seconds(v.options, problem.settings)[c]) for v, c, fate in every)
 
 
 def moving(once: Any, twice: Any) -> Any:
-    """Whether a conversion that costs `once`, and `twice` if it runs again, sends anything; slices are free."""
+    """Whether a conversion with the costs `once`, and `twice` if it runs again, communicates; slices are free."""
     return twice > once * (1 + 1e-6) + 1e-12

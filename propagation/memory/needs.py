@@ -1,10 +1,10 @@
-"""What the backward reads of the forward: of each call its operands, its results, and what autograd keeps beside them.
+"""The operands and results of each call that its backward reads, and the bytes that autograd keeps beside them.
 
 Of a product x @ w, its relu and the sum with a bias, three operators: the product reads both operands (each is the
 gradient's factor of the other), relu reads its result (where it is above 0), and the sum reads nothing.
 
-PyTorch is asked: the call runs once on fake tensors, and autograd says what it saves. Calls that are alike are asked
-once. What cannot run so (an operator of another library without a fake form) may read everything.
+PyTorch gives the answer: the call runs once on fake tensors, and autograd reports what it saves. Equal calls run once.
+If a call cannot run so (an operator of another library without a fake form), its backward may read everything.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..torch_internals import FakeTensorMode, TorchDispatchMode, tree_leaves
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What the backward of one call reads: some of its operands and results, by number, and `beside` bytes that its
-    forward makes for it (statistics, masks, what operators inside pass on), on one device. What is elementwise of
-    constants is no part of these: the backward makes it again (program/recompute.py)."""
+    forward makes for it (statistics, masks, saved tensors of inner operators), on one device. Elementwise results of
+    constants do not count: the backward computes them again (program/recompute.py)."""
 
     operands: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
@@ -40,7 +40,7 @@ NOTHING = Needs()
 
 
 def needs_of(graph: Graph, flows: frozenset[Value]) -> dict[fx.Node, Needs]:
-    """For each call of `graph` what its backward reads; `flows`: the values that a gradient reaches."""
+    """The needs of each call of `graph`; `flows`: the values that a gradient reaches."""
     known: dict[object, Needs] = {}
     found: dict[fx.Node, Needs] = {}
     constants = _constants(graph)
@@ -71,7 +71,7 @@ def _constants(graph: Graph) -> set[fx.Node]:
 
 
 def _call(node: fx.Node, sources: Iterable[Value]) -> object:
-    """What the answer depends on beside the gradients that are wanted."""
+    """A key for the needs of a call, together with the gradients that are wanted."""
     tensors = tuple(_likeness(tensor_of(source)) for source in sources)
     plain = map_arg((node.args, node.kwargs), lambda _: "tensor")
     return node.target, repr(plain), tensors
@@ -84,8 +84,8 @@ def _likeness(tensor: Any) -> object:
 
 
 def _asked(node: fx.Node, sources: list[Value], wants: tuple[bool, ...], constant: tuple[bool, ...]) -> Needs:
-    """What PyTorch saves of the call `node` for the gradients of the operands in `wants`; `constant`: which operands
-    are."""
+    """What PyTorch saves of the call `node` for the gradients of the operands in `wants`; `constant`: whether each
+    operand is constant."""
     everything = Needs(frozenset(range(len(sources))), frozenset(range(len(values_of(node)))))
     given = [_fresh(tensor_of(source), wanted) for source, wanted in zip(sources, wants, strict=True)]
     saved: dict[int, torch.Tensor] = {}
@@ -101,7 +101,7 @@ def _asked(node: fx.Node, sources: list[Value], wants: tuple[bool, ...], constan
         made = _OfConstants(itertools.compress(given, constant))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), made:
             produced = target(*args, **kwargs)
-    except Exception:  # whatever an operator raises that cannot run on fake tensors
+    except Exception:  # an operator that cannot run on fake tensors may raise anything
         return everything
     results = produced if isinstance(produced, tuple | list) else [produced]
     if len(results) != len(results_of(node)):
@@ -123,11 +123,11 @@ def _asked(node: fx.Node, sources: list[Value], wants: tuple[bool, ...], constan
 
 
 class _OfConstants(TorchDispatchMode):
-    """While it is entered, notes what is made of `constants` alone; in it is what of that is elementwise."""
+    """Tracks tensors computed from `constants` alone while active; contains the storages of the elementwise ones."""
 
     def __init__(self, constants: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._constant = {id(storage): storage for storage in _storages(list(constants))}  # which keeps their addresses
+        self._constant = {id(storage): storage for storage in _storages(list(constants))}  # keeps their ids in use
         self._elementwise: set[int] = set()
 
     def __contains__(self, storage: int) -> bool:
@@ -151,7 +151,7 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _fresh(tensor: Any, wanted: bool) -> Any:
-    """A new tensor like `tensor`, of which a gradient is taken if `wanted`."""
+    """A new tensor like `tensor`, which requires a gradient if `wanted`."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     if tensor.layout is not torch.strided:

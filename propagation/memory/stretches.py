@@ -1,13 +1,13 @@
-"""Stretches of a graph: what is computed again in the backward is computed again stretch by stretch.
+"""Stretches of a graph: the backward recomputes one stretch at a time.
 
 Three operators in a row, of which the third reads the results of both others: one value crosses between the first and
 the second, two cross between the second and the third, and one crosses behind the third. A graph of many such blocks is
 cut behind the third operator of a block or behind the first, where one value is kept, and not where there are two.
 
-A value that is computed again lives from the first operator of the backward that reads it, or that something else is
-computed of, to the last. If everything were computed again of the inputs alone, everything would be there at once. So
-the operators, in their order, are cut where few values cross, and what crosses is kept: then no more than one stretch
-is there again at a time. torch.utils.checkpoint has its users choose these places.
+A recomputed value lives from the first operator of the backward that reads it, or is recomputed from it, to the last.
+If everything were recomputed from the inputs alone, everything would be there at once. So the operators, in their
+order, are cut where few values cross, and the crossing values are kept: then no more than one stretch is there again
+at a time. torch.utils.checkpoint has its users choose these places.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ SHORTEST, LONGEST = 10, 64  # vertices of a stretch: a block of a network has do
 
 
 def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int, ...]:
-    """The number of the stretch that each vertex is in, ascending. Inputs are in the stretch that first reads them, so
-    that nothing is kept for them; no call of torch.utils.checkpoint is cut. `shortest`: vertices that one has at least.
-    """
+    """The number of each vertex's stretch, ascending. Inputs are in the stretch that first reads them, so that nothing
+    is kept for them; no call of torch.utils.checkpoint is cut. `shortest`: the fewest vertices of a stretch."""
     count = len(problem.vertices)
     change = [0] * (count + 1)
     last = list(range(count))
@@ -34,11 +33,11 @@ def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int,
         first[edge.producer] = min(first[edge.producer], edge.consumer)
     inputs = at_hand(problem)
     for here in range(count):
-        if not inputs[here] and last[here] - here <= LONGEST:  # what is read far away is read at every place
+        if not inputs[here] and last[here] - here <= LONGEST:  # a value with a distant reader crosses every place
             change[here + 1] += 1
             change[last[here] + 1] -= 1
     crossing = list(itertools.accumulate(change[:-1]))
-    # a hub stands with what it is the hub of
+    # a hub stays with its producer
     may = [vertex.kind is not VertexKind.HUB for vertex in problem.vertices]
     for start, stop in _regions(problem):
         may[start + 1 : stop + 1] = [False] * (stop - start)
@@ -54,7 +53,7 @@ def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int,
 
 
 def at_hand(problem: SearchProblem) -> list[bool]:
-    """Of each vertex whether it is an input, or the hub of one: it is there whenever it is read."""
+    """Whether each vertex is an input or the hub of one, and so there whenever it is read."""
     inputs = [vertex.kind is VertexKind.INPUT for vertex in problem.vertices]
     for edge in problem.edges:
         if problem.vertices[edge.consumer].kind is VertexKind.HUB and inputs[edge.producer]:
@@ -63,7 +62,7 @@ def at_hand(problem: SearchProblem) -> list[bool]:
 
 
 def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int, shortest: int) -> list[int]:
-    """Where stretches start: the next one where the fewest values cross, among the near places where it `may`, or else
+    """Where stretches start: each next one where the fewest values cross, among the near places where it `may`, or else
     at the first such place behind them."""
     starts = [begin]
     while True:

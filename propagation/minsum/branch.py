@@ -1,11 +1,11 @@
-"""Branch and bound, for what is too much work to eliminate.
+"""Branch and bound, for problems that are too much work to eliminate.
 
 Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) b would
 be divided, as it has the most neighbours. With b=1, its cheaper option, the least is 0 + 2 + min(4 + 0, 0 + 6) = 6;
 with b=0 it is 1 + 3 + min(0 + 0, 4 + 6) = 4. No node is left: 4 is the optimum.
 
-A node of the search is the problem with only some options. Messages bound it and rule options out, exact reductions
-take out what they can, and what is then little work is eliminated. Otherwise the options of one vertex are divided.
+A node of the search is the problem with some of its options. Messages bound it and rule options out, exact reductions
+shrink it, and the rest is eliminated if that is little work. Otherwise the options of one vertex are divided.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .network import Costs
 from .progress import tell
 from .reduce import reduced
 
-EASY = 2e7  # sums of an elimination that is done without ado
-SUMS = 1.5e8  # a second, at least
+EASY = 2e7  # sums of an elimination that is done at once
+SUMS = 1.5e8  # sums per second, at least
 LONGEST = 10.0  # seconds that one elimination may take
-SWEEPS, EVERY = 60, 6  # of messages at a node, and after how many of them a choice is read off
-HARDLY = 0.1  # of the gap that messages have to close in so many sweeps, to go on
-GONE = 0.05  # of the options that have to go for a node to be reduced again
-TRIES, LATER_TRIES = 60, 6  # forests in a row that improve nothing, after which more will not either; after a kick
-KICKS, IDLE_KICKS = 20_000, 20  # of the start over the vertices, and how many in a row may improve nothing
+SWEEPS, EVERY = 60, 6  # sweeps of messages at a node, and after how many of them a choice is read off
+HARDLY = 0.1  # the share of the gap that messages have to close in EVERY sweeps to go on
+GONE = 0.05  # the share of the options that has to go for a node to be reduced again
+TRIES, LATER_TRIES = 60, 6  # forests in a row without improvement after which to stop; after a kick
+KICKS, IDLE_KICKS = 20_000, 20  # kicks at the start, divided by the vertices; kicks in a row without improvement
 
 Lift = Callable[[Choice], Choice]
 
 
 def grounded(costs: Costs) -> tuple[Costs, float]:
-    """Costs of which none is negative, and what was taken from each choice."""
+    """The costs shifted so that none is negative, and the constant that this takes from each choice."""
     lows = [float(own.min()) for own in costs.unary]
     pair_lows = {ends: float(table.min()) for ends, table in costs.pairs.items()}
     unary = tuple(own - low for own, low in zip(costs.unary, lows, strict=True))
@@ -48,15 +48,15 @@ def grounded(costs: Costs) -> tuple[Costs, float]:
 
 
 def ceiling(costs: Costs) -> float:
-    """More than any choice costs that is not infinite, where no cost is negative."""
+    """More than the cost of any finite choice, if no cost is negative."""
     arrays = (*costs.unary, *costs.pairs.values())
     return 1.0 + sum(float(array[np.isfinite(array)].max(initial=0.0)) for array in arrays)
 
 
 @dataclass
 class Best:
-    """The best choice that a search came across, of equals the first in order, and how long it may go on: until a time,
-    or for a number of nodes, which is the same on every machine."""
+    """The best choice that a search has found, the first in order among equals, and the limits of the search: a time,
+    or a number of nodes, which is the same on every machine."""
 
     costs: Costs
     deadline: float = math.inf
@@ -77,11 +77,11 @@ class Best:
 
     @property
     def upper(self) -> float:
-        """What a choice has to cost less than to be of interest."""
+        """The cost below which a choice is of interest."""
         return self._most if self.choice is None else self.cost - self._step - 1e-9 * abs(self.cost)
 
     def offer(self, choice: Choice) -> float:
-        """Note a choice; what it costs."""
+        """Note a choice, and return its cost."""
         cost = self.costs.of(choice)
         if cost < self.cost or (self.choice is not None and (cost, choice) < (self.cost, self.choice)):
             self.cost, self.choice = cost, choice
@@ -90,8 +90,8 @@ class Best:
 
 @dataclass(frozen=True)
 class _Node:
-    """The problem with some options: its costs, beside `constant`, the way from a choice for it to one for the whole,
-    and what none of its choices costs less than."""
+    """The problem with some of its options: their costs, which exclude `constant`, the map from a choice for it to one
+    for the whole, and a lower bound on its choices."""
 
     costs: Costs
     lift: Lift
@@ -100,9 +100,9 @@ class _Node:
 
 
 def branched(best: Best) -> float:
-    """Look for better choices than the best until none is left or the time is over; what none costs less than."""
+    """Look for better choices until none is left or the limits are reached; return a lower bound."""
     waiting = [_Node(best.costs, lambda choice: choice, 0.0, _start(best))]
-    closed = math.inf  # the least bound of what was given up
+    closed = math.inf  # the least bound of the abandoned nodes
     while waiting:
         node = waiting.pop()
         if node.bound >= best.upper:
@@ -117,7 +117,7 @@ def branched(best: Best) -> float:
 
 
 def _start(best: Best) -> float:
-    """Choices by messages, which random forests and kicks then improve; what none costs less than."""
+    """Offer choices by messages, improved by random forests and kicks; return a lower bound."""
     messages = Messages(best.costs, best.upper)
     for sweep in range(2 * EVERY):
         messages.sweep(forward=sweep % 2 == 0)
@@ -125,7 +125,7 @@ def _start(best: Best) -> float:
             return messages.bound
         if sweep % EVERY == 0 or sweep == 2 * EVERY - 1:
             best.offer(messages.settle())
-    if best.upper <= 0.0:  # no cost is negative, so that no choice costs less
+    if best.upper <= 0.0:  # no cost is negative, so no choice is cheaper
         return messages.bound
     capped = Costs(
         tuple(np.minimum(own, best.upper) for own in best.costs.unary),
@@ -149,7 +149,7 @@ def _start(best: Best) -> float:
 def _settled(
     best: Best, costs: Costs, tables: Tables, choice: list[int], random: np.random.Generator, tries: int
 ) -> tuple[float, list[int]]:
-    """`choice` improved until so many forests in a row improve nothing, or the time is over, after what it costs."""
+    """Improve `choice` until `tries` forests in a row improve nothing or the time is over; its cost, and the choice."""
     cost, idle = costs.of(tuple(choice)), 0
     while idle < tries and not best.late:
         choice = improved(costs, tables, choice, random)
@@ -160,7 +160,7 @@ def _settled(
 
 
 def _looked_at(node: _Node, best: Best) -> list[_Node]:
-    """Solve a node, or find it of no interest, or divide it: the most promising part comes last."""
+    """Solve a node, discard it, or divide it: the most promising part comes last."""
     costs, lift, constant, bound = node.costs, node.lift, node.constant, node.bound
     while True:
         try:
@@ -193,7 +193,7 @@ def _looked_at(node: _Node, best: Best) -> list[_Node]:
 
 
 def _pass(messages: Messages, lift: Lift, best: Best, constant: float) -> bool:
-    """Pass messages while that raises the bound; whether a better choice may be left."""
+    """Pass messages while that raises the bound; return whether a better choice may be left."""
     last = -math.inf
     for sweep in range(SWEEPS):
         messages.sweep(forward=sweep % 2 == 0)
@@ -209,7 +209,7 @@ def _pass(messages: Messages, lift: Lift, best: Best, constant: float) -> bool:
 
 
 def _eliminated(costs: Costs, lift: Lift, best: Best, work: float) -> bool:
-    """Whether the best choice was found by elimination: only where that takes no more than so much work."""
+    """Offer the best choice by elimination, if that takes at most `work` sums; return whether it did."""
     order = elimination_order(costs, give_up=work)
     if order.work > work or order.entries > MANY_ENTRIES:
         return False
@@ -218,7 +218,7 @@ def _eliminated(costs: Costs, lift: Lift, best: Best, work: float) -> bool:
 
 
 def _divided(node: _Node) -> list[_Node]:
-    """Two nodes, each with half of the options of one vertex; that with the cheapest option comes last."""
+    """Two nodes, each with half of the options of one vertex; the one with the cheapest option comes last."""
     degree = [0] * len(node.costs.unary)
     for a, b in node.costs.pairs:
         degree[a] += 1

@@ -1,4 +1,4 @@
-"""Exact search: min-sum elimination over the graph of a problem, in which equal parts are dealt with once.
+"""Exact search: min-sum elimination over the graph of a problem, which computes equal parts once.
 
 Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4):
 
@@ -7,8 +7,8 @@ Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b
     c goes     min(0 + 4, 6 + 2) = 4                                             the least of all
     back       c=0, so b=0 (4 and not 6), so a=0 (1 and not 5)
 
-Vertices go one by one; one that goes takes its best option for every choice of its neighbours, which leaves a table
-over them (Dechter, "Bucket elimination", 1999). Where a table would be too large its bucket is split (mini-buckets,
+Vertices go one by one; each takes its best option for every choice of its neighbours, which leaves a table over
+them (Dechter, "Bucket elimination", 1999). Where a table would be too large its bucket is split (mini-buckets,
 Dechter & Rish 2003): the sum of the parts' minima is then a lower bound, and the plan found may not be the best.
 """
 
@@ -26,18 +26,18 @@ from ..cost.conversion import Floats
 from .found import Found
 from .network import Costs
 
-TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
+TABLE_LIMIT = 2**28  # sums of one step of the elimination
 MUCH_WORK = 3e9  # sums of an elimination, some 6 s of them, above which options are left out first
-MANY_ENTRIES = 2**27  # of all tables together, which stay until the options are read off: 1 GB
-SMALL_TABLES = (2**24, 2**21, 2**18, 2**15, 2**12)  # limits where all tables together are far too much
-SLAB = 2**17  # of them at a time: 1 MiB
+MANY_ENTRIES = 2**27  # entries of all tables together, which stay until the options are read off: 1 GB
+SMALL_TABLES = (2**24, 2**21, 2**18, 2**15, 2**12)  # limits to try while all tables together are far too much
+SLAB = 2**17  # sums at a time: 1 MiB
 REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Table:
-    """A function of the options of `scope`, vertices in ascending order. Its numbers are those of its symbol: what is
-    made of the same tables in the same way has the same. Two tables of one scope and symbol are still two."""
+    """A function of the options of `scope`, vertices in ascending order. Its symbol identifies its numbers: tables made
+    of the same tables in the same way share it. Compared by identity."""
 
     scope: tuple[int, ...]
     symbol: int
@@ -45,8 +45,8 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Elimination:
-    """One vertex goes: the tables that it is in, and for each group of them (one, unless that would be too large) the
-    table over the other vertices that is left."""
+    """One vertex goes: the tables that it is in, and for each group of them (a single one, unless that would be too
+    large) the remaining table over the other vertices."""
 
     vertex: int
     bucket: list[_Table]
@@ -55,15 +55,15 @@ class _Elimination:
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """Which vertices go in which order, and which tables have to be computed.
+    """The order in which vertices go, and the tables to compute.
 
     recipes    by symbol, the tables that one is made of and the vertices that they join, the last of which goes
     arrays     by symbol, the numbers of the tables that the costs consist of
-    constant   what vertices with one option cost among themselves
-    work       how many sums that takes; inf: more than a float can say
-    entries    how many numbers all its tables have
+    constant   the cost of the vertices with one option among themselves
+    work       the number of sums; inf: more than a float can say
+    entries    the number of entries of all its tables
     width      the most vertices that one table joins
-    pattern    the structure of the costs that it is for
+    pattern    the structure of its costs
     """
 
     steps: list[_Elimination]
@@ -77,19 +77,19 @@ class EliminationOrder:
 
     @property
     def quick(self) -> bool:
-        """Whether it is so little work that no option need be left out first."""
+        """Whether it is little enough work to leave out no options first."""
         return self.work <= MUCH_WORK and self.entries <= MANY_ENTRIES
 
     @property
     def too_much(self) -> bool:
-        """Whether it is too much work for its tables to be computed, or too much memory for them to be kept."""
+        """Whether its tables are too much work to compute, or too much memory to keep."""
         return self.work > 4 * MUCH_WORK or self.entries > MANY_ENTRIES
 
 
 @dataclass(frozen=True)
 class _Given:
-    """The tables that costs consist of: each with its symbol, the numbers of each symbol, and what vertices with one
-    option cost among themselves. `pattern`: all of that but the numbers."""
+    """The tables that costs consist of: each with its symbol, the numbers of each symbol, and the cost of the vertices
+    with one option among themselves. `pattern`: all of that but the numbers."""
 
     tables: list[_Table]
     arrays: dict[int, Floats]
@@ -113,14 +113,14 @@ def _given(costs: Costs) -> _Given:
 
 
 def order_like(order: EliminationOrder, costs: Costs) -> EliminationOrder | None:
-    """`order` for other costs of the same structure; None where theirs is another."""
+    """`order` for other costs of the same structure; None if the structure differs."""
     given = _given(costs)
     return replace(order, arrays=given.arrays, constant=given.constant) if given.pattern == order.pattern else None
 
 
 def elimination_order(costs: Costs, table_limit: float = math.inf, give_up: float = math.inf) -> EliminationOrder:
-    """The order in which `eliminate` goes; none of the numbers is looked at. Once it comes to more work than `give_up`
-    it stops, and says no more than that it is too much."""
+    """The order in which `eliminate` goes, without looking at the numbers. Once its work exceeds `give_up` it stops,
+    with infinite work."""
     sizes = [len(unary) for unary in costs.unary]
     given, live = _given(costs), _Live(sizes)
     symbols: dict[object, int] = {("given", symbol): symbol for symbol in given.arrays}
@@ -154,8 +154,8 @@ def elimination_order(costs: Costs, table_limit: float = math.inf, give_up: floa
 
 
 def affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:
-    """`order`, or where it is too much an order of small tables, whose plan may not be the best: of the largest that
-    can all be kept."""
+    """`order`, or if it is too much, one with smaller tables, whose plan may not be the best: with the largest limit
+    whose tables can all be kept."""
     for limit in SMALL_TABLES:
         if not order.too_much:
             break
@@ -164,15 +164,15 @@ def affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:
 
 
 def _product(sizes: list[int], vertices: Iterable[int]) -> float:
-    """How many choices the vertices have together; inf where a float cannot say."""
+    """The number of joint choices of the vertices; inf where a float overflows."""
     return math.prod(float(sizes[v]) for v in vertices)
 
 
 def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Found:
-    """Min-sum elimination: `dynamic_programming` on numbers.
+    """Find the least by min-sum elimination: `dynamic_programming` on numbers.
 
-    Tables that are made of the same arrays in the same way are computed once, so that a block that repeats costs one
-    block and the logarithm of how often it does.
+    Tables made of the same arrays in the same way are computed once, so that a repeated block costs one block and the
+    logarithm of the number of repetitions.
     """
     return eliminate_in(costs, elimination_order(costs, table_limit))
 
@@ -196,12 +196,12 @@ def eliminate_in(costs: Costs, order: EliminationOrder) -> Found:
 
 
 class _Live:
-    """The tables that are left while vertices go one by one, and which vertex goes next.
+    """The tables that are left while vertices go one by one, and the choice of the next vertex.
 
-    First those go that look like others (by the arrays that they are in), and all that look alike one after the other,
-    so that a block that repeats is dealt with in the same way everywhere before what lies around it makes its copies
-    differ; of a chain of equals every other one goes, and its rest is again a chain of equals. Otherwise the vertex
-    goes that leaves the smallest joint table.
+    Vertices that look like others (by the arrays that they are in) go first, and all that look alike one after the
+    other, so that a repeated block is dealt with in the same way everywhere before its surroundings make its copies
+    differ; of a chain of equals every other one goes, and the rest is again a chain of equals. Otherwise the vertex
+    with the smallest joint table goes.
     """
 
     def __init__(self, sizes: list[int]) -> None:
@@ -233,7 +233,7 @@ class _Live:
         return len(self._alike[self._looks[vertex]]) < 2 or cost > REPEATED, cost, vertex
 
     def _refresh(self) -> None:
-        """Note how the vertices look whose tables changed."""
+        """Update the looks of the vertices whose tables changed."""
         changed = {v for v in self._changed if not self._gone[v]}
         self._changed = set()
         for vertex in changed:
@@ -266,7 +266,7 @@ class _Live:
         return None
 
     def take(self, vertex: int) -> list[_Table]:
-        """The tables of `vertex`, which is then gone."""
+        """Remove `vertex` and return its tables."""
         tables = list(self._tables[vertex])
         self._gone[vertex] = True
         self._alike.get(self._looks[vertex], set()).discard(vertex)
@@ -295,11 +295,11 @@ def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: fl
 
 
 def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...], sizes: list[int]) -> Floats:
-    """The sum of `tables` over the options of `joint`, its last vertex taking its best option: in slabs that stay in
-    the cache, in which that vertex comes first, so that the least of its options is taken of whole rows at a time."""
+    """The sum of `tables` over the options of `joint`, minimised over its last vertex: in slabs that stay in the cache,
+    with that vertex first, so that the minimum is taken over whole rows at a time."""
     *scope, last = joint
     extents, many = [sizes[v] for v in scope], sizes[last]
-    views = []  # each with the dims of the scope, and behind them the last vertex
+    views = []  # each with the dims of the scope, then the last vertex
     for own, values in tables:
         seats = [joint.index(v) for v in own]
         view = values.transpose(sorted(range(len(own)), key=seats.__getitem__))

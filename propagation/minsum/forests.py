@@ -1,12 +1,12 @@
-"""A better choice from one that is known: of a random part of the vertices that holds no cycle, all at once take what
-is best beside the others.
+"""Improve a known choice: a random part of the vertices without a cycle takes, all at once, the best options beside the
+others.
 
 On the choice 1, 1, 0 of the three operators of the room's page, which costs 6, all three are a forest: from its leaves
 to its root and back they take 0, 0, 0, which costs 4. If a and c had a pair too, two of the three would be a forest:
 beside c=0 a and b take the least of their four choices.
 
-A forest that is induced is solved exactly from its leaves to its roots, in a time that grows with its tables alone
-(Hamze & de Freitas, "From fields to trees", 2004, draw from such parts what is here minimised).
+An induced forest is solved exactly from its leaves to its roots, in time proportional to its tables
+(Hamze & de Freitas, "From fields to trees", 2004, sample such parts; here they are minimised).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from ..cost.conversion import Floats
 from .network import Costs
 
-KICKED = 6  # the share of the vertices, one in so many, that are kicked at most
+KICKED = 6  # at most one in so many vertices is kicked
 
 Tables = list[dict[int, Floats]]  # by both ends, the first index that of the vertex they are under
 
@@ -32,7 +32,7 @@ def by_ends(costs: Costs) -> Tables:
 
 
 def improved(costs: Costs, tables: Tables, choice: list[int], random: np.random.Generator) -> list[int]:
-    """`choice` with the best options of one random induced forest; costs no more."""
+    """`choice` with the best options of one random induced forest; it costs no more."""
     parents, order = forest(tables, random)
     best: dict[int, np.ndarray] = {}
     heights: dict[int, Floats] = {}
@@ -57,7 +57,7 @@ def improved(costs: Costs, tables: Tables, choice: list[int], random: np.random.
 
 
 def kicked(tables: Tables, sizes: Sequence[int], choice: list[int], random: np.random.Generator) -> list[int]:
-    """`choice` with any options for a few vertices that hang together: from what forests cannot improve, a way out
+    """`choice` with random options for a few connected vertices, to escape from a choice that forests cannot improve
     (Lourenço, Martin & Stützle, "Iterated Local Search", 2003)."""
     many = int(random.integers(3, max(4, len(sizes) // KICKED)))
     part = [int(random.integers(len(sizes)))]
@@ -71,7 +71,7 @@ def kicked(tables: Tables, sizes: Sequence[int], choice: list[int], random: np.r
 
 def forest(tables: Sequence[Mapping[int, object]], random: np.random.Generator) -> tuple[dict[int, int], list[int]]:
     """A random induced forest that no vertex can join: the parent of each vertex in it (-1: none), parents first."""
-    root: dict[int, int] = {}  # of the tree that a vertex is in, one of it
+    root: dict[int, int] = {}  # for each vertex in the forest, another one of its tree
 
     def root_of(v: int) -> int:
         while root[v] != v:

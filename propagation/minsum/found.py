@@ -1,4 +1,4 @@
-"""What a search for the least of `Costs` or of a `Network` returns.
+"""The result of a search for the least of `Costs` or of a `Network`.
 
 Of the three operators of the room's page: `Found((0, 0, 0), cost=4, bound=4, width=2)`, proven; by visits alone
 `Found((1, 1, 0), cost=6, bound=-inf, width=1)`.
@@ -25,7 +25,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How far above the bound the cost may lie, relative to the cost."""
+        """The distance of the cost from the bound, relative to the cost."""
         return (self.cost - self.bound) / max(abs(self.cost), 1e-12)
 
     @property

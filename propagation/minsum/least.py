@@ -1,9 +1,9 @@
 """The least of any sum of costs by vertex and by pair of vertices: `least`.
 
-Of the three operators of the room's page reductions leave nothing: the least is their constant, 4. Of two such graphs
-that nothing connects each is looked at by itself: 4 + 4.
+Of the three operators of the room's page reductions leave nothing: the least is their constant, 4. Two such graphs
+without a connection are solved one by one: 4 + 4.
 
-Reductions (reduce.py) leave the core; what of it hangs together is eliminated where that is little work, and otherwise
+Reductions (reduce.py) leave the core; each connected part of it is eliminated if that is little work, and otherwise
 divided (branch.py).
 """
 
@@ -21,17 +21,17 @@ from .found import Choice, Found
 from .network import Costs
 from .reduce import reduced
 
-AT_ONCE, EACH = 2e7, 1.5e5  # sums of an elimination before which nothing else is tried; for each vertex
+AT_ONCE, EACH = 2e7, 1.5e5  # sums of an elimination that is tried first; the same per vertex
 
 
 def least(costs: Costs, deadline: float = math.inf, nodes: float = math.inf, known: Choice | None = None) -> Found:
-    """The cheapest choice that is found, and a bound. Costs may be negative, and inf for what may not be chosen.
+    """The cheapest choice found, and a bound. Costs may be negative, and inf for impossible options.
 
     deadline   on the monotonic clock, when the search ends
-    nodes      of branch and bound that are looked at in each part that nothing connects to the others
+    nodes      of branch and bound, for each connected part
     known      a choice to start from
 
-    Where no finite choice was found it is empty and costs inf, and the bound is inf where there is none, -inf where
+    If no finite choice is found, the choice is empty with cost inf; the bound is then inf if there is none, and -inf if
     that is open. Raises StrategyError where reductions show that there is none.
     """
     rest = reduced(costs)
@@ -53,7 +53,7 @@ def least(costs: Costs, deadline: float = math.inf, nodes: float = math.inf, kno
 
 
 def _part(costs: Costs, deadline: float, nodes: float, known: Choice | None) -> Found:
-    """The best choice for costs that hang together."""
+    """The best choice for the costs of one connected part."""
     at_once = max(AT_ONCE, min(EACH * len(costs.unary), (deadline - time.monotonic()) * SUMS / 2))
     order = elimination_order(costs, give_up=at_once)
     if order.work <= at_once and order.entries <= MANY_ENTRIES:
@@ -69,7 +69,7 @@ def _part(costs: Costs, deadline: float, nodes: float, known: Choice | None) -> 
 
 
 def _parts(costs: Costs) -> list[list[int]]:
-    """The vertices that hang together, the smallest part first."""
+    """The connected parts, the smallest first."""
     graph = networkx.Graph()
     graph.add_nodes_from(range(len(costs.unary)))
     graph.add_edges_from(costs.pairs)

@@ -1,17 +1,18 @@
 """The exact search where pairs of options are too many to be written out, as on a mesh of four axes.
 
 Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) c, and
-then b, has one neighbour, and goes into it:
+then b, has one neighbour, and is merged into it:
 
     c into b     b=0: 3 + min(0 + 0, 4 + 6) = 3      b=1: 2 + min(4 + 0, 0 + 6) = 6
     b into a     a=0: 1 + min(0 + 3, 5 + 6) = 4      a=1: 0 + min(5 + 3, 0 + 6) = 6
     left         a with (4, 6): it takes 0, then b takes 0 (3 and not 11), then c takes 0
 
-Where operators have more neighbours a network is left, which messages narrow.
+If operators have more neighbours, a network is left, which messages narrow.
 
-Costs stay conversions, and a message is a shortest path on the grid of layouts (narrow.py). What has one neighbour, as
-most parameters, goes into it first: nothing comes back from there. The plan that the messages suggest is improved by
-induced forests (as in forests.py, by messages too), and once few options are left by the best of them, written out.
+Costs stay conversions, and a message is a shortest path on the grid of layouts (narrow.py). Vertices with one
+neighbour, such as most parameters, are merged into it first: no messages go back to them. The plan that the messages
+suggest is improved by induced forests (as in forests.py, by messages too). Once few options are left, the best of them
+are written out.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from .network import Between, Converting, Costs, Matrix, Network, among
 from .progress import tell
 from .visits import propagate
 
-BEST = 48  # options of each vertex that are written out to find a plan, once no more than so many are left on average
+BEST = 48  # options of each vertex that are written out to find a plan, once at most LEFT are left on average
 LEFT = 500
-FEW_PAIRS = 1e6  # pairs of options that are left when narrowing may stop: to write out a row is a shortest path too
-LITTLE_WORK = 3e8  # sums of an elimination that may be done every round
-HARDLY = 0.97  # of the options that were left a round before: no more go
+FEW_PAIRS = 1e6  # pairs of options left at which narrowing may stop: writing out a row is a shortest path too
+LITTLE_WORK = 3e8  # sums of an elimination that may run every round
+HARDLY = 0.97  # narrowing stops if more than this share of the options is left after a round
 
 
 def optimum_of_many(
@@ -45,12 +46,12 @@ def optimum_of_many(
     few: Callable[[int], bool],
     optimum: Callable[[Costs, tuple[int, ...]], Found],
 ) -> Found:
-    """The optimum of `network`, proven, or a plan and a bound; cost inf where no plan was found.
+    """The optimum of `network`, proven, or a plan and a bound; cost inf if no plan was found.
 
-    start     a plan, for where the first one that is found is impossible
+    start     gives a plan, in case the first one found is impossible
     below     as for `search`
     few       whether so many pairs of options may be written out
-    optimum   the best plan by costs that are written out, given a plan
+    optimum   the best plan by written-out costs, given a plan
     """
     trimmed = _trimmed(network)
     known = propagate(trimmed.network, [0])
@@ -72,8 +73,8 @@ def optimum_of_many(
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A vertex that was taken out, with the costs of its options, its neighbour, and what is between: the leaf is on
-    that `side` of it."""
+    """A vertex that was taken out: the costs of its options, its neighbour, and the costs between, in which the leaf is
+    on `side`."""
 
     vertex: int
     unary: Floats
@@ -84,10 +85,10 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Trimmed:
-    """A network without its leaves: what each of them costs at least is part of its neighbour's costs.
+    """A network without its leaves, whose least costs are added to those of their neighbours.
 
     vertices   the number of each vertex in the whole network
-    leaves     those that were taken out, in this order
+    leaves     the vertices that were taken out, in order
     """
 
     network: Network
@@ -95,7 +96,7 @@ class _Trimmed:
     leaves: tuple[_Leaf, ...]
 
     def whole(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """A choice of the whole network."""
+        """The choice of the whole network that extends `choice`."""
         chosen = dict(zip(self.vertices, choice, strict=True))
         for leaf in reversed(self.leaves):
             costs = leaf.unary + leaf.between.with_option(chosen[leaf.neighbour], 1 - leaf.side)
@@ -129,7 +130,7 @@ def _trimmed(network: Network) -> _Trimmed:
 
 
 def _narrowed(network: Network, known: Found, below: float) -> tuple[Found, Narrowing]:
-    """The best plan that is found, and the options that a cheaper one may take."""
+    """The best plan found, and the options that a cheaper one may take."""
     narrowing = Narrowing(network.at_most(2 * known.cost), min(known.cost, below))
     left, random = narrowing.left, np.random.default_rng(0)
     for sweep in range(SWEEPS):
@@ -152,13 +153,13 @@ def _narrowed(network: Network, known: Found, below: float) -> tuple[Found, Narr
 
 
 def _suggested(network: Network, narrowing: Narrowing, random: np.random.Generator) -> tuple[int, ...]:
-    """The plan of options that by the messages cost least, with the best ones of an induced forest."""
+    """The plan of the options that cost least by the messages, improved by an induced forest."""
     choice = [int(kept[worth.argmin()]) for kept, worth in zip(narrowing.kept, narrowing.worth, strict=True)]
     return tuple(improved(network, choice, random))
 
 
 def improved(network: Network, choice: Sequence[int], random: np.random.Generator) -> list[int]:
-    """`choice` with the best options of one random induced forest, beside the others; costs no more."""
+    """`choice` with the best options of one random induced forest; it costs no more."""
     near: list[dict[int, tuple[Between, int]]] = [{} for _ in network.unary]
     for (a, b), between in network.edges:
         near[a][b], near[b][a] = (between, 0), (between, 1)
@@ -184,8 +185,8 @@ def improved(network: Network, choice: Sequence[int], random: np.random.Generato
 
 
 def _best_of_few(narrowing: Narrowing) -> tuple[int, ...] | None:
-    """The best plan of those options of each vertex with which plans cost least, by the bounds that are known; None
-    where that is much work."""
+    """The best plan among the BEST options of each vertex with the least known bounds; None if finding it is much
+    work."""
     rows: list[Mask] = []
     for worth in narrowing.worth:
         rows.append(np.zeros(len(worth), dtype=bool))
@@ -199,7 +200,7 @@ def _best_of_few(narrowing: Narrowing) -> tuple[int, ...] | None:
 
 
 def _written(narrowing: Narrowing, rows: Sequence[Mask]) -> Costs:
-    """The costs of some of the options that are left, written out; what is equal is one array."""
+    """The costs of some of the options that are left, written out; equal costs are one array."""
     shared: dict[object, Floats] = {}
     pairs: dict[tuple[int, int], Floats] = {}
     for edge in narrowing.edges:

@@ -1,11 +1,11 @@
-"""Messages of a whole level of vertices at a time, where all costs are written out and nothing repeats.
+"""Messages of whole levels of vertices at a time, for costs that are written out and in which nothing repeats.
 
 Of the three operators of the room's page b has two neighbours and takes the first colour, a and c the second: two steps
 are a pass. The bound is 0 at first, 2.5 after a pass from b to a and c, and 4, the optimum, after one back.
 
-The bounds are those of narrow.py, where they are derived. There vertices go one after the other, as suits long thin
-graphs. Here the vertices are coloured, so that no two neighbours have one colour, and colours are the order: the
-vertices of a colour send at once, their tables stacked into arrays: few ones together, many ones by their shapes.
+The bounds are those of narrow.py, which derives them. There vertices go one after the other, which suits long thin
+graphs. Here vertices are coloured, so that no two neighbours have one colour, and go in the order of colours: all
+vertices of a colour send at once, their tables stacked into arrays: few tables together, many by their shapes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..cost.conversion import Codes, Floats
 from .network import Costs
 
 STACK = 2**17  # numbers in one stack of tables: 1 MiB
-ABOVE = 1e-9  # of the cost of a plan: what a bound has to lie above it, for an option to go
+ABOVE = 1e-9  # relative to the cost of a plan: how far above it a bound has to lie for an option to go
 
 
 def colours(near: list[list[int]]) -> list[int]:
-    """A colour for each vertex that none of its neighbours `near` has: those with many neighbours choose first."""
+    """A colour for each vertex, unlike those of its neighbours `near`: vertices with many neighbours choose first."""
     chosen = [-1] * len(near)
     for v in sorted(range(len(near)), key=lambda v: -len(near[v])):
         taken = {chosen[u] for u in near[v]}
@@ -33,7 +33,7 @@ def colours(near: list[list[int]]) -> list[int]:
 
 @dataclass(eq=False)
 class _Side:
-    """The ends of the edges of a stack on one side: their vertices, and how a sum over the edges of each is taken."""
+    """The ends of the edges of a stack on one side: their vertices, and the indices to sum over the edges of each."""
 
     vertices: Codes
     order: Codes
@@ -47,7 +47,7 @@ class _Side:
         return cls(vertices, order, starts, each)
 
     def add(self, heights: Floats, more: Floats) -> None:
-        """Add to the heights of each vertex what its edges say."""
+        """Add the values `more` of the edges of each vertex to its heights."""
         total = more[:, self.order]
         if len(self.each) < len(self.vertices):
             total = np.add.reduceat(total, self.starts, axis=1)
@@ -56,8 +56,8 @@ class _Side:
 
 @dataclass(eq=False)
 class _Stack:
-    """Edges between vertices of two colours: `tables[option of side 0, option of side 1, edge]`, filled up to one
-    shape, and the messages to each side [option, edge]."""
+    """Edges between vertices of two colours: `tables[option of side 0, option of side 1, edge]`, padded to one shape,
+    and the messages to each side [option, edge]."""
 
     edges: list[tuple[int, int]]
     sides: tuple[_Side, _Side]
@@ -65,7 +65,7 @@ class _Stack:
     messages: list[Floats] = field(default_factory=list)
 
     def send(self, side: int, share: Floats) -> Floats:
-        """What the messages from the ends at `side`, whose shares of their costs are `share`, change."""
+        """Send the messages from the ends at `side`, given the shares of their costs; return how much they change."""
         least = share - self.messages[side]
         if side == 0:
             now = (self.tables + least[:, None]).min(axis=0)
@@ -77,10 +77,10 @@ class _Stack:
 
 
 class Messages:
-    """The state of passing messages for costs, none of which is negative: what is above `upper` is out of the question.
+    """The state of passing messages for costs, none of them negative; options above `upper` are ruled out.
 
-    bound   no choice that costs less than `upper` costs less than this
-    worth   what one that takes an option costs at least [option, vertex]
+    bound   a lower bound on the cost of the choices cheaper than `upper`
+    worth   a lower bound on the cost of a choice with an option [option, vertex]
     """
 
     def __init__(self, costs: Costs, upper: float) -> None:
@@ -88,7 +88,7 @@ class Messages:
         self.sizes = [len(own) for own in costs.unary]
         count, most = len(self.sizes), max(self.sizes)
         self.unary = np.full((most, count), self._most)
-        self.dead = np.full((most, count), np.inf)  # inf for options that are out of the question
+        self.dead = np.full((most, count), np.inf)  # inf for options that are ruled out
         for v, own in enumerate(costs.unary):
             self.unary[: len(own), v] = np.minimum(own, self._most)
             self.dead[: len(own), v] = np.where(own > upper * (1 + ABOVE), np.inf, 0.0)
@@ -119,7 +119,7 @@ class Messages:
         self._members = [np.flatnonzero(self.colour == colour) for colour in range(count)]
 
     def _together(self, pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """The edges of each stack: those between two colours, or of too many those with tables of about one shape."""
+        """The edges of each stack: those between two colours; if too many, those with tables of similar shape."""
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for a, b in pairs:
             ends = (a, b) if self.colour[a] < self.colour[b] else (b, a)
@@ -185,13 +185,13 @@ class Messages:
         self._settled = settled
 
     def _rest(self, some: Codes | slice, covering: Floats) -> Floats:
-        """What vertices cost at least beside what covers their edges to others that are still to come."""
+        """The least costs of vertices, without the part that covers their edges to vertices still to come."""
         covered = (self._share[some] * covering[some]) * self._settled[:, some]
         rest: Floats = (self.heights[:, some] - covered + self.dead[:, some]).min(axis=0)
         return rest
 
     def settle(self) -> tuple[int, ...]:
-        """A choice: colours in order take what suits the earlier ones best and, by their messages, the later ones."""
+        """A choice: colours in order take the best options given the earlier ones and the messages of the later."""
         outlook = self.heights + self.dead
         choice = np.zeros(len(self.sizes), dtype=np.intp)
         for members, stacks in zip(self._members, self.levels[0], strict=True):
@@ -202,11 +202,11 @@ class Messages:
         return tuple(choice.tolist())
 
     def left(self) -> list[Codes]:
-        """Of each vertex the options that a choice cheaper than `upper` may take."""
+        """The options of each vertex that a choice cheaper than `upper` may take."""
         return [np.flatnonzero(self.dead[:n, v] == 0) for v, n in enumerate(self.sizes)]
 
     def shifted(self) -> Costs:
-        """Costs of the options that are left, of which each choice costs the same, shifted as the messages say."""
+        """The costs of the options that are left, shifted by the messages; each choice costs the same as before."""
         left = self.left()
         pairs = {ends: table for stack in self.stacks for ends, table in self._shifted(stack, left)}
         unary = tuple(self.heights[rows, v] for v, rows in enumerate(left))

@@ -1,4 +1,4 @@
-"""Options that no optimal plan takes are found before the exact search joins tables.
+"""Find options that no optimal plan takes, before the exact search joins tables.
 
 Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) the plan
 1, 1, 0 is known, which costs 6. A pass from a to c:
@@ -11,7 +11,7 @@ No plan costs less than 4, and none with c=1 less than 8: that option is dropped
 Tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy minimization",
 2006, TRW-S): messages along the edges shift costs between vertices so that a sum of minima, one for each vertex,
 bounds the cost of every plan from below. The bound with one option forced follows at each vertex on the way; an
-option whose bound lies above the cost of a plan that is known is dropped.
+option whose bound exceeds the cost of a known plan is dropped.
 
 Any messages give a valid bound. Write m(e, v) for the message of edge e to its end v, and
 
@@ -34,8 +34,8 @@ from .network import Between, Network
 from .progress import tell
 
 SWEEPS = 40  # at most, forward and backward
-PATIENCE = 12  # sweeps after which it is enough that hardly anything goes
-ROUND = 4  # sweeps after which options are taken out of the arrays
+PATIENCE = 12  # sweeps after which narrowing stops once hardly any option goes
+ROUND = 4  # sweeps between removals of dropped options from the arrays
 
 
 def narrow(network: Network, upper: float, enough: Callable[[Narrowing], bool]) -> Narrowing:
@@ -73,13 +73,13 @@ class _Edge:
 class Narrowing:
     """The state of narrowing a network.
 
-    upper   what the best plan that is known costs
-    best    that plan, by number in the whole problem; None: narrowing came across none that costs less than the first
+    upper   the cost of the best known plan
+    best    that plan, by number in the whole problem; None: narrowing has found none cheaper than the first
     bound   no plan costs less
-    worth   of each option that is left what any plan that takes it costs at least
+    worth   for each option that is left, a lower bound on the cost of any plan that takes it
     kept    the options that are left of every vertex, by number in the whole problem
-    unary   their costs; what was dropped since the last `shrink` is still in
-    edges   what stands between them, and the messages
+    unary   their costs; includes options dropped since the last `shrink`
+    edges   the costs between them, and the messages
     """
 
     def __init__(self, network: Network, upper: float) -> None:
@@ -99,12 +99,12 @@ class Narrowing:
 
     @property
     def left(self) -> int:
-        """How many options are left in all."""
+        """The number of options that are left in all."""
         return sum(int(alive.sum()) for alive in self._alive)
 
     @property
     def pairs(self) -> int:
-        """How many pairs of options are left (after `shrink`)."""
+        """The number of pairs of options that are left (after `shrink`)."""
         return sum(edge.costs.shape[0] * edge.costs.shape[1] for edge in self.edges)
 
     def original(self, choice: Iterable[int]) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class Narrowing:
         return tuple(int(kept[c]) for kept, c in zip(self.kept, choice, strict=True))
 
     def shrink(self) -> None:
-        """Take the options that were dropped out of all arrays."""
+        """Remove the dropped options from all arrays."""
         for v, alive in enumerate(self._alive):
             if not alive.all():
                 self.kept[v], self.unary[v] = self.kept[v][alive], self.unary[v][alive]
@@ -135,8 +135,8 @@ class Narrowing:
         return total
 
     def settle(self) -> None:
-        """Vertices in order take what suits the earlier ones best and, by their messages, the later ones; a plan that
-        is cheaper than the one that was known takes its place."""
+        """Make a plan: vertices in order take the best options given the earlier ones and the messages of the later
+        ones. If it is cheaper than the known plan it takes its place."""
         plan = np.zeros(len(self.unary), dtype=np.intp)
         cost = 0.0
         for s, (earlier, later) in enumerate(self.sides):
@@ -153,8 +153,8 @@ class Narrowing:
     def sweep(self, forward: bool) -> None:
         """One pass over the vertices: shift costs, raise the bound, drop options.
 
-        Of a vertex that is still to come a part of what it was worth when the last pass left it, in the other
-        direction, covers its edges to others that are still to come; the rest counts here.
+        For a vertex still to come, a part of its worth at the end of the last pass, in the other direction, covers its
+        edges to others still to come; the rest counts here.
         """
         order = range(len(self.unary)) if forward else range(len(self.unary) - 1, -1, -1)
         ahead, behind = (1, 0) if forward else (0, 1)  # the side of a vertex on which its edges to later ones are

@@ -1,4 +1,4 @@
-"""A problem as numbers: what each option costs by itself, and what options of two vertices cost together.
+"""A problem as numbers: the cost of each option by itself, and of each pair of options of two vertices.
 
 The three operators of the room's page, two options each:
 
@@ -6,8 +6,8 @@ The three operators of the room's page, two options each:
 
     of((0, 0, 0)) = 1 + 3 + 0 + 0 + 0 = 4        of((1, 1, 0)) = 0 + 2 + 0 + 0 + 4 = 6
 
-`Costs` has all numbers written out, as elimination takes them. A `Network` has each edge as a `Between`: a `Matrix`
-that is written out, or the `Converting` of one tensor, which is not: on four axes it has millions of entries.
+`Costs` has all numbers written out, as elimination takes them. A `Network` has each edge as a `Between`: a `Matrix`,
+which is written out, or the `Converting` of one tensor, which is not: on four axes it has millions of entries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Between(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """How many options the ends have."""
+        """The number of options of each end."""
 
     @abstractmethod
     def least(self, costs: Floats, side: int) -> Floats:
@@ -54,11 +54,11 @@ class Between(ABC):
 
     @abstractmethod
     def take(self, rows: Mask, columns: Mask) -> Between:
-        """The costs between some options only."""
+        """The costs between some of the options."""
 
     @abstractmethod
     def at_most(self, most: float) -> Between:
-        """The costs, none above `most`: messages must be finite, and what is impossible costs inf."""
+        """The costs capped at `most`: messages must be finite, and impossible pairs cost inf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Matrix(Between):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many options the ends have."""
+        """The number of options of each end."""
         return self.costs.shape
 
     def least(self, costs: Floats, side: int) -> Floats:
@@ -103,7 +103,7 @@ class Converting(Between):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many options the ends have."""
+        """The number of options of each end."""
         return len(self.rows), len(self.columns)
 
     def least(self, costs: Floats, side: int) -> Floats:
@@ -135,7 +135,7 @@ class Converting(Between):
 
 @dataclass(frozen=True)
 class Network:
-    """A problem as `narrow`, `propagate` and `revisit` take it: unary costs, and what stands between vertices."""
+    """A problem for `narrow`, `propagate` and `revisit`: unary costs, and the costs between vertices."""
 
     unary: tuple[Floats, ...]
     edges: tuple[tuple[tuple[int, int], Between], ...]
@@ -146,7 +146,7 @@ class Network:
         return alone + sum(float(between.with_option(choice[a], 0)[choice[b]]) for (a, b), between in self.edges)
 
     def at_most(self, most: float) -> Network:
-        """The network in which no pair costs more than `most`; edges that are equal stay one."""
+        """The network with pair costs capped at `most`; equal edges stay one object."""
         capped = {id(between): between.at_most(most) for _, between in self.edges}
         return Network(self.unary, tuple((ends, capped[id(between)]) for ends, between in self.edges))
 

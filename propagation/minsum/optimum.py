@@ -1,10 +1,10 @@
-"""The optimum of costs that are written out: elimination, once options that no optimal plan takes are left out.
+"""The optimum of written-out costs: elimination, after leaving out options that no optimal plan takes.
 
 Of the three operators of the room's page elimination computes tables of 2 x 2 sums, and finds 4 at once. If that were
 much work: visits find 0, 0, 0, which costs 4; a pass of messages proves that no plan costs less; nothing is eliminated.
 
-Where elimination would be much work options are left out first (narrow.py); where it still is too much the rest is
-divided (least.py): so many nodes, and not so many seconds, as all processes have to come to the same plan.
+If elimination would be much work, options are left out first (narrow.py); if it still is too much, the rest is divided
+(least.py), up to a number of nodes and not of seconds, since all processes have to find the same plan.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .narrow import Narrowing, narrow
 from .network import Costs, Matrix, network
 from .visits import revisit
 
-SMALLER = 2.0**26  # sums that a step looks at where larger tables are too much work
-NODES = 4  # of branch and bound, where elimination is too much
+SMALLER = 2.0**26  # sums of a step when larger tables are too much work
+NODES = 4  # of branch and bound, if elimination is too much
 
 
 def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...]], below: float = math.inf) -> Found:
-    """As `eliminate`; where that would be much work, what no optimal plan takes is left out first. `start`: a plan."""
+    """As `eliminate`, but if that is much work, leave out options that no optimal plan takes. `start` gives a plan."""
     order = elimination_order(costs, table_limit)
     if order.quick:
         return eliminate_in(costs, order)
-    smaller = elimination_order(costs, SMALLER)  # whose plan may not be the best, but often is, and proves it
+    smaller = elimination_order(costs, SMALLER)  # its plan may not be the best, but often is, with a proof
     if smaller.quick:
         found = eliminate_in(costs, smaller)
         if found.proven:
@@ -60,14 +60,14 @@ def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...
 
 
 def _without_start(costs: Costs, order: EliminationOrder, known: Found) -> Found:
-    """The best choice where the one that is known is infinite; where all are, one of them with an infinite bound."""
+    """The best choice if the known one is infinite; if all are, one of them with an infinite bound."""
     if not order.too_much:
         return eliminate_in(costs, order)
     return _by_branches(costs, replace(known, bound=-math.inf, width=order.width))
 
 
 def _by_branches(costs: Costs, known: Found) -> Found:
-    """A better choice and bound than what is known, by reductions and some nodes of branch and bound."""
+    """A better choice and bound than the known ones, by reductions and some nodes of branch and bound."""
     try:
         found = least(costs, nodes=NODES, known=known.choice)
     except StrategyError:
@@ -82,13 +82,13 @@ def _costs_left(rest: Narrowing) -> Costs:
 
 
 def _cheaper(known: Found, rest: Narrowing) -> Found:
-    """The plan that was known, or a cheaper one that narrowing came across."""
+    """The known plan, or a cheaper one found by narrowing."""
     return known if rest.best is None else replace(known, choice=rest.best, cost=rest.upper)
 
 
 def _better(best: Found, known: Found, rest: Narrowing) -> Found:
-    """The cheaper of the best plan among the options that are left, with its bound, and the plan that was known, with
-    a bound for all plans: one with another option costs at least `rest.upper`."""
+    """The cheaper of the best plan among the remaining options, with its bound, and the known plan, with a bound for
+    all plans: one with another option costs at least `rest.upper`."""
     proven = max(rest.bound, min(best.bound, rest.upper))
     cheaper = min(best, known, key=lambda solution: solution.cost)
     return replace(cheaper, bound=min(cheaper.cost, proven), width=best.width)

@@ -1,5 +1,5 @@
-"""How far a search under way has come: what its best plan costs, and what no plan costs less than. It is told to those
-who listen, which takes no time where nobody does; what they hear changes nothing."""
+"""The progress of a search: the cost of its best plan, and the lower bound. Listeners are told; without any it costs no
+time, and they do not affect the search."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Hear = Callable[[float, float], None]  # the cost of the best plan, and the boun
 
 
 def listening(hear: Hear) -> AbstractContextManager[None]:
-    """`hear` is told of the searches in the block."""
+    """Call `hear` with the progress of the searches in the block."""
     return meanwhile(hearing=(*under_way().hearing, hear))
 
 
 def tell(cost: float, bound: float) -> None:
-    """The best plan costs `cost`, and none costs less than `bound`."""
+    """Report that the best plan costs `cost`, and that none costs less than `bound`."""
     for hear in under_way().hearing:
         hear(cost, bound)

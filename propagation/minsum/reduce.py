@@ -1,17 +1,17 @@
-"""Exact reductions: a smaller problem whose optimum is that of the whole, and the way back.
+"""Exact reductions: a smaller problem with the same optimum, and the way back.
 
 Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) nothing
 is left: a has one neighbour and goes into b, whose costs are then (3 + 1, 2 + 0) = (4, 2); b goes into c, whose costs
 are then (0 + 4, 6 + 2) = (4, 8); c takes 0. The constant is 4, and the way back 0, 0, 0.
 
-Each rule looks at one vertex and its neighbours, until none finds anything:
+Each rule looks at one vertex and its neighbours, until none applies:
 
-* an option that is infinite, or that goes with no option of a neighbour, is left out;
-* a table that is a row plus a column goes into the vertices;
-* a vertex that is a function of a neighbour (for each option of that one a single option is finite) is merged into it;
+* an option that is infinite, or impossible with every option of a neighbour, is left out;
+* a table that is a row plus a column is added to the costs of the vertices;
+* a vertex that is a function of a neighbour (each option of the neighbour leaves it one finite option) is merged;
 * a vertex with at most two neighbours goes: for each choice of theirs it takes its best option (elimination as in
   eliminate.py, where that leaves nothing larger than before);
-* an option is left out that another undercuts whatever the neighbours do (dead-end elimination: Desmet et al., 1992;
+* an option is left out if another undercuts it whatever the neighbours do (dead-end elimination: Desmet et al., 1992;
   Goldstein, 1994).
 """
 
@@ -28,19 +28,19 @@ from ...strategy.errors import StrategyError
 from ..cost.conversion import Codes, Floats
 from .network import Costs
 
-JOINED = 2.0**22  # sums that it may take for a vertex with two neighbours to go
+JOINED = 2.0**22  # the most sums for removing a vertex with two neighbours
 SAMPLES = 8  # choices of the neighbours beside which options are compared first
-SAMPLED = np.arange(SAMPLES) * 7919  # of a neighbour its option of this number, by how many it has
+SAMPLED = np.arange(SAMPLES) * 7919  # the sampled options of a neighbour, modulo the number of its options
 HUGE = 1e200  # in place of inf where sums are compared
-NEAR = 1e-12  # of a cost: what it may be off from a row plus a column
+NEAR = 1e-12  # the relative deviation up to which a table counts as a row plus a column
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What is left of a problem.
+    """The rest of a problem after reduction.
 
     costs      its numbers
-    constant   what was taken out costs
+    constant   the cost of the parts that were taken out
     vertices   the vertices that are left, by number in the whole problem
     kept       their options that are left, by number in the whole problem
     """
@@ -53,7 +53,7 @@ class Reduced:
     count: int
 
     def whole(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """A choice for what is left, as one for the whole problem: the best that agrees with it."""
+        """The best choice for the whole problem that agrees with `choice`, one for what is left."""
         full = [0] * self.count
         for vertex, kept, option in zip(self.vertices, self.kept, choice, strict=True):
             full[vertex] = int(kept[option])
@@ -63,8 +63,8 @@ class Reduced:
         return tuple(full)
 
     def part(self, choice: Sequence[int]) -> tuple[int, ...] | None:
-        """Of a choice for the whole problem what is about the vertices that are left; None where it has an option that
-        was left out."""
+        """The part of a choice for the whole problem that concerns the vertices that are left; None if it has an option
+        that was left out."""
         seats = []
         for vertex, kept in zip(self.vertices, self.kept, strict=True):
             seat = int(np.searchsorted(kept, choice[vertex]))
@@ -76,7 +76,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class _Gone:
-    """A vertex that went: which of its options is best for each choice of `near`, vertices with their options."""
+    """A vertex that went: its best option for each choice of `near`, vertices with their options."""
 
     vertex: int
     kept: Codes
@@ -85,8 +85,8 @@ class _Gone:
 
 
 def reduced(costs: Costs) -> Reduced:
-    """What is left of a problem when nothing more can be taken out. Raises StrategyError where some vertex has no
-    option left, as no choice has a finite cost."""
+    """Reduce a problem until nothing more can be taken out. Raises StrategyError if some vertex has no option left:
+    then no choice has a finite cost."""
     work = Reduction(costs)
     work.run()
     return work.result()
@@ -109,7 +109,7 @@ class Reduction:
         self.waiting = [True] * len(self.unary)
 
     def run(self) -> None:
-        """Until nothing more goes."""
+        """Apply the rules until none applies."""
         while self.queue:
             vertex = self.queue.popleft()
             self.waiting[vertex] = False
@@ -117,7 +117,7 @@ class Reduction:
                 self._look_at(vertex)
 
     def result(self) -> Reduced:
-        """What is left."""
+        """The remaining problem."""
         left = [v for v, there in enumerate(self.there) if there]
         seats = {v: i for i, v in enumerate(left)}
         pairs = {
@@ -144,7 +144,7 @@ class Reduction:
             self._again(v)
 
     def _keep(self, v: int, rows: Codes) -> None:
-        """Of the options of `v` only those in `rows`, by number or by a mask."""
+        """Keep only the options of `v` in `rows`, numbers or a mask."""
         self.unary[v], self.kept[v] = self.unary[v][rows], self.kept[v][rows]
         for u, table in self.tables[v].items():
             self._put(v, u, table[rows])
@@ -170,14 +170,14 @@ class Reduction:
             self._keep(v, possible)
 
     def _take_out_sums(self, v: int) -> None:
-        """Tables that are a row plus a column."""
+        """Take out tables that are a row plus a column."""
         for u in list(self.tables[v]):
             ends = min(u, v), max(u, v)
             if ends not in self.plain:
                 continue
             self.plain.discard(ends)
             table = self.tables[v][u]
-            if not _is_sum(table[[0, -1]][:, [0, -1]]) or not _is_sum(table):  # most are told by their corners
+            if not _is_sum(table[[0, -1]][:, [0, -1]]) or not _is_sum(table):  # the corners rule most out
                 continue
             column = table[:, 0] - table[0, 0]
             self.unary[v] = self.unary[v] + column
@@ -193,7 +193,7 @@ class Reduction:
             self._again(u)
 
     def _goes(self, v: int) -> bool:
-        """Whether `v` went, with at most two neighbours."""
+        """Remove `v` if it has at most two neighbours; return whether it went."""
         near, own = tuple(self.tables[v]), self.unary[v]
         if len(near) > 2:
             return False
@@ -217,7 +217,7 @@ class Reduction:
         return True
 
     def _is_function(self, v: int) -> bool:
-        """Whether `v` was merged into a neighbour of which it is a function."""
+        """Merge `v` into a neighbour of which it is a function; return whether there was one."""
         for u, table in self.tables[v].items():
             if len(self.unary[u]) < len(self.unary[v]) or np.isfinite(table[:, 0]).sum() != 1:
                 continue
@@ -234,8 +234,8 @@ class Reduction:
         return False
 
     def _leave_out_undercut(self, v: int) -> bool:
-        """Whether options were left out that another one undercuts whatever the neighbours do. Most pairs of options
-        are told apart by what they cost beside a few choices of the neighbours."""
+        """Leave out options that another one undercuts whatever the neighbours do; return whether there were any. Most
+        pairs of options differ already beside a few choices of the neighbours."""
         own, tables = self.unary[v], list(self.tables[v].values())
         beside = own[:, None] + np.zeros(SAMPLES)
         for place, table in enumerate(tables):
@@ -253,13 +253,13 @@ class Reduction:
                 apart = table[options] - table[others]
                 least = np.where(np.isnan(apart), math.inf, apart).min(axis=1)  # inf less inf: neither can be chosen
                 saved = saved + least
-                able = saved > -math.inf  # the other may be chosen wherever the one may
+                able = saved > -math.inf  # the other is possible wherever the one is
                 if not able.all():
                     options, others, saved = options[able], others[able], saved[able]
         alive = np.ones(len(own), dtype=bool)
         undercut = saved >= 0
         for option, other in zip(options[undercut].tolist(), others[undercut].tolist(), strict=True):
-            if alive[other]:  # of two that are equal one stays
+            if alive[other]:  # one of two equal options stays
                 alive[option] = False
         if alive.all():
             return False

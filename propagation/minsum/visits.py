@@ -1,4 +1,4 @@
-"""A plan by visits: each vertex takes what suits its neighbours.
+"""A plan by visits: each vertex takes the option that suits its neighbours best.
 
 Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4), from a:
 
@@ -23,8 +23,8 @@ from .network import Between, Network
 
 
 def propagate(network: Network, sources: list[int], fixed: Mapping[int, int] | None = None) -> Found:
-    """Breadth-first from `sources`, each vertex taking its cheapest option given its visited neighbours; those in
-    `fixed` take the option that stands there."""
+    """Go breadth-first from `sources`: each vertex takes its cheapest option given its visited neighbours, or its
+    option in `fixed`."""
     neighbours = _neighbours(network)
     choice: dict[int, int] = {}
     queue = deque(sources)
@@ -38,7 +38,7 @@ def propagate(network: Network, sources: list[int], fixed: Mapping[int, int] | N
         vertex = queue.popleft()
         total = network.unary[vertex]
         for other, between, side in neighbours[vertex]:
-            # an unvisited neighbour will choose what suits it best
+            # an unvisited neighbour will take its best option
             if other in choice:
                 total = total + between.with_option(choice[other], 1 - side)
             else:
@@ -53,14 +53,14 @@ def propagate(network: Network, sources: list[int], fixed: Mapping[int, int] | N
 
 
 def revisit(network: Network, found: Found) -> Found:
-    """`found`, with every vertex looked at again as long as that pays: it may change together with its neighbours,
-    each of which then takes what suits it best (for one vertex alone a change of layout seldom pays)."""
+    """`found`, improved by revisiting every vertex as long as that pays: it may change together with its neighbours,
+    each of which then takes its best option (for one vertex alone a change of layout seldom pays)."""
     neighbours = _neighbours(network)
     near = [{other for other, _, _ in edges} for edges in neighbours]
     choice = list(found.choice)
 
     def costs_beside(vertex: int, but: int) -> Floats:
-        """The cost of each option of `vertex`, its neighbours but one staying as they are."""
+        """The cost of each option of `vertex`, without its edge to `but`, given the options of its other neighbours."""
         total = network.unary[vertex]
         for other, between, side in neighbours[vertex]:
             if other != but:
@@ -95,7 +95,7 @@ def revisit(network: Network, found: Found) -> Found:
 
 
 def _neighbours(network: Network) -> list[list[tuple[int, Between, int]]]:
-    """For each vertex its neighbours, what stands between, and on which side of it the vertex is."""
+    """For each vertex its neighbours, the costs between, and the side that the vertex is on."""
     neighbours: list[list[tuple[int, Between, int]]] = [[] for _ in network.unary]
     for (a, b), between in network.edges:
         neighbours[a].append((b, between, 0))

@@ -1,8 +1,8 @@
-"""What a plan could have been: the cheapest one without a collective, and without an annotation.
+"""Alternatives to a plan: the cheapest one without a collective, and without an annotation.
 
-Each is the optimum of a problem that differs from the plan's in one thing, found as the plan was. A collective is left
-out by making impossible every conversion of its tensor that would run one of its kind, in its phase, over any of its
-axes; an annotation by formulating the problem without it. What one pattern says of several tensors is one annotation.
+Each is the optimum of a problem that differs from the plan's in one thing, found as the plan was. To leave out a
+collective, every conversion of its tensor that would run one of its kind, in its phase, over any of its axes, is made
+impossible; to leave out an annotation, the problem is formulated without it. An annotation by a pattern counts as one.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ..search.solution import Solution
 from ..search.within_memory import trade_offs
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
-SAME = 1e-9  # costs whose relative difference is less are the same
+SAME = 1e-9  # the relative difference of costs up to which they count as equal
 _EXACT = SearchMode.DYNAMIC_PROGRAMMING
-NAMED = 2  # collectives that stand by name in place of one
+NAMED = 2  # collectives of the alternative that are named
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan comes to: its cost as the search weighs it, the seconds of a step, the bytes that one rank sends in
+    """The result of a plan: its cost as weighed by the search, the seconds of a step, the bytes that one rank sends in
     it, and its collectives. `proven`: nothing is cheaper under the same conditions. `binding`: the memory limit is one
     of them. `held`: the most bytes on one device."""
 
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WrittenAnnotation:
-    """What was written in one place: the tensors and constraints that it speaks of, and what it says of them."""
+    """An annotation written in one place: the tensors and constraints that it concerns, and its text for each."""
 
     source: str
     keys: tuple[str, ...]
@@ -74,7 +74,7 @@ class WrittenAnnotation:
 
 
 def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -> Outcome:
-    """What the plan `solution`, lowered to `program`, comes to."""
+    """The outcome of the plan `solution`, lowered to `program`."""
     collectives = collectives_of(program, problem.settings.profile)
     alone = sum(float(v.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
     if solution.keeping:
@@ -91,7 +91,7 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
 
 
 def best(problem: SearchProblem) -> Outcome | None:
-    """The cheapest plan of `problem`; None where there is none, or none that keeps to its memory limit."""
+    """The cheapest plan of `problem`; None if there is none, or none within its memory limit."""
     try:
         solution = search(problem, _EXACT)
     except StrategyError:
@@ -104,9 +104,8 @@ def _unlimited(problem: SearchProblem) -> SearchProblem:
 
 
 def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
-    """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
-    of its axes, inside of operators included. Raises StrategyError where an operator
-    is left without an option."""
+    """`problem` with no collective like `c` in the conversions of its tensor: of its kind, in its phase, over any of
+    its axes, also inside operators. Raises StrategyError if an operator is left without an option."""
     inputs = {port.node: port for port in problem.graph.inputs}
     of_tensor = {edge for edge in problem.edges if tensor_name(inputs, edge.value) == c.tensor}
     vertices = tuple(_not_sending(v, c, inputs) for v in problem.vertices)
@@ -118,7 +117,7 @@ def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
 
 
 def _not_sending(vertex: Vertex, c: Collective, inputs: Mapping[fx.Node, Port]) -> Vertex:
-    """`vertex` with the options only whose own exchanges, or windows, do not run a collective like `c`."""
+    """`vertex` with only the options whose own exchanges and windows run no collective like `c`."""
     rule = vertex.rule
     if rule is None or not rule.owners:
         return vertex
@@ -162,7 +161,7 @@ def has(plan: Outcome, c: Collective) -> bool:
 
 
 def without_annotations(problem: SearchProblem, left_out: Iterable[WrittenAnnotation]) -> SearchProblem:
-    """`problem` as it would be had these annotations not been written. Raises StrategyError as `formulate`."""
+    """`problem` without these annotations. Raises StrategyError as `formulate`."""
     keys = {key for one in left_out for key in one.keys}
     allowed = {name: layouts for name, layouts in problem.allowed.items() if name not in keys}
     with warnings.catch_warnings():
@@ -174,10 +173,10 @@ def without_annotations(problem: SearchProblem, left_out: Iterable[WrittenAnnota
 
 @dataclass(frozen=True, eq=False)
 class Alternatives:
-    """The plans beside one; each is searched for when it is first asked for.
+    """The alternatives to a plan; each is searched for when it is first asked for.
 
-    planned   what the plan itself comes to
-    written   where what `problem.allowed` says of each name was written (default: each stands for itself)
+    planned   the outcome of the plan itself
+    written   the place where the annotation of each name in `problem.allowed` was written (default: its own)
     """
 
     problem: SearchProblem
@@ -192,17 +191,17 @@ class Alternatives:
 
     @property
     def limit(self) -> float | None:
-        """The memory limit, where it keeps the plan from being a cheaper one."""
+        """The memory limit, if there is a cheaper plan without it."""
         return self.problem.settings.memory_limit if self.planned.binding else None
 
     @cached_property
     def unlimited(self) -> Outcome | None:
-        """The cheapest plan under the same annotations, however much memory it takes."""
+        """The cheapest plan under the same annotations without a memory limit."""
         return best(_unlimited(self.problem))
 
     @cached_property
     def annotations(self) -> tuple[WrittenAnnotation, ...]:
-        """What was written, in order. A layout that a parameter has from an earlier call is not an annotation."""
+        """The annotations, in order. A layout that a parameter has from an earlier call is not one."""
         places: dict[str, list[str]] = {}
         for name, (_, text) in self.problem.allowed.items():
             if text:
@@ -217,7 +216,7 @@ class Alternatives:
         return {}
 
     def without(self, c: Collective) -> Outcome | None:
-        """The cheapest plan without a collective like `c`; None where there is none."""
+        """The cheapest plan without a collective like `c`; None if there is none."""
         key = (c.tensor, c.kind, c.phase, c.axes)
         if key not in self._known:
             try:
@@ -236,22 +235,22 @@ class Alternatives:
         )
 
     def dropping(self, *left_out: WrittenAnnotation) -> Outcome | None:
-        """The cheapest plan without some annotations; None where there is none."""
+        """The cheapest plan without some annotations; None if there is none."""
         if left_out not in self._known:
             try:
                 self._known[left_out] = best(without_annotations(self.problem, left_out))
-            except StrategyError:  # what these annotations kept open is closed by the settings
+            except StrategyError:  # these annotations allowed what the settings rule out
                 self._known[left_out] = None
         return self._known[left_out]
 
     def causes(self, c: Collective) -> tuple[WrittenAnnotation, ...]:
-        """The annotations any one of which `c` would be gone without. Where an optimum without the annotation costs
-        what the optimum with it costs, the annotation causes nothing: the plan is optimal without it as well."""
+        """The annotations that, left out alone, make `c` disappear. If the optimum without an annotation costs the
+        same as with it, the annotation is no cause: the plan is optimal without it as well."""
         return tuple(one for one in self.annotations[:TRIED] if self._gone(self.dropping(one), c))
 
     def together(self, c: Collective) -> tuple[WrittenAnnotation, ...]:
-        """Annotations that cause `c` together, where none does alone: without all of them it is gone, and it is there
-        as soon as one of them is."""
+        """The annotations that cause `c` together, if none does alone: `c` is gone without all of them, and there with
+        any one of them."""
         left = self.annotations
         for one in self.annotations:
             fewer = tuple(other for other in left if other is not one)
@@ -265,14 +264,14 @@ class Alternatives:
         return not _same(plan.cost, self.optimum.cost)
 
     def of_collective(self, c: Collective) -> list[str]:
-        """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it. Of one that an
-        manual function calls a line that says so."""
+        """Two lines: the price of the cheapest plan without `c`, and the annotation that caused it. For a collective
+        inside a manual function, one line that names the function."""
         if inside := self._manual_of(c):
             return [f"written by hand in the manual function {inside}, which is taken as it is"]
         return [self._price_without(c), f"caused by {self._cause(c)}"]
 
     def _manual_of(self, c: Collective) -> str:
-        """The name of the manual function whose call `c` is, if it is one's."""
+        """The name of the manual function that calls `c`, or ""."""
         calls = {node.name: node for node in self.problem.graph.nodes if node.target is call_manual}
         inside = c.where in calls and c.tensor.startswith(f"{c.where}.")
         return manual_of(str(calls[c.where].args[1])).name if inside else ""
@@ -303,11 +302,11 @@ class Alternatives:
         return f"{' and '.join(map(str, self.together(c)))} together"
 
     def annotation_of(self, key: str) -> WrittenAnnotation | None:
-        """The annotation that speaks of the tensor or constraint `key`, if one does."""
+        """The annotation of the tensor or constraint `key`, if there is one."""
         return next((one for one in self.annotations if key in one.keys), None)
 
     def of_annotation(self, one: WrittenAnnotation) -> str:
-        """A line: what an annotation costs over the optimum without it."""
+        """A line: the cost of an annotation over the optimum without it."""
         plan = self.dropping(one)
         others = len(one.keys) - 1
         this = f"this annotation ({one.source}, of {counted(others, 'other')} too)" if others else "this annotation"
@@ -319,7 +318,7 @@ class Alternatives:
 
 
 def price(one: Outcome, other: Outcome) -> str:
-    """`costs 1.2 ms and saves 18.4 MB a step (weighted cost +3.1 %)`: what `one` costs more than `other`."""
+    """`costs 1.2 ms and saves 18.4 MB a step (weighted cost +3.1 %)`: the additional cost of `one` over `other`."""
     seconds, sent, about, weighed = _compared(one, other)
     first, second = ("saves" if amount < 0 else "costs" for amount in (seconds or sent, sent or seconds))
     amounts = f"{lasting(abs(seconds))} and {'' if first == second else f'{second} '}{human(abs(sent))}"
@@ -327,7 +326,7 @@ def price(one: Outcome, other: Outcome) -> str:
 
 
 def comparison(one: Outcome, other: Outcome) -> str:
-    """`takes 1.2 ms more and sends 18.4 MB less a step (weighted cost +3.1 %)`: `one` beside `other`."""
+    """`takes 1.2 ms more and sends 18.4 MB less a step (weighted cost +3.1 %)`: `one` compared with `other`."""
     if _same(one.cost, other.cost):
         return "costs the same"
     seconds, sent, about, weighed = _compared(one, other)
@@ -336,8 +335,8 @@ def comparison(one: Outcome, other: Outcome) -> str:
 
 
 def _compared(one: Outcome, other: Outcome) -> tuple[float, int, str, str]:
-    """The seconds and the bytes that `one` takes more than `other`; "about" where there may be a cheaper plan than one
-    of the two; and how the costs compare that the search weighs."""
+    """The seconds and the bytes that `one` takes more than `other`; "about" if one of the two may not be the cheapest
+    plan; and a comparison of their weighted costs."""
     about = "" if one.proven and other.proven else "about "
     weighed = f" (weighted cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
     return round(one.seconds - other.seconds, 9), round(one.sent - other.sent), about, weighed
@@ -348,7 +347,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _beyond(these: Iterable[Collective], others: Iterable[Collective]) -> list[Collective]:
-    """The collectives of one plan that another one does not have."""
+    """The collectives in `these` that are not in `others`."""
     left = Counter((c.tensor, c.kind, c.phase, c.axes) for c in others)
     beyond = []
     for c in these:
@@ -366,44 +365,44 @@ def _listed(collectives: list[Collective]) -> str:
 
 
 class ScheduleSpan(Protocol):
-    """Something that takes time in the schedule of a program; see partway.fusion.timeline.Span."""
+    """An interval of the schedule of a program; see partway.fusion.timeline.Span."""
 
     @property
     def name(self) -> str:
-        """Of the node of the program's graph."""
+        """The name of the node of the program's graph."""
         ...
 
     @property
     def phase(self) -> str:
-        """Forward or backward."""
+        """The phase: forward or backward."""
         ...
 
     @property
     def lane(self) -> str:
-        """Compute or communication."""
+        """The lane: compute or communication."""
         ...
 
     @property
     def start(self) -> float:
-        """Seconds since the step began."""
+        """The start, in seconds from the beginning of the step."""
         ...
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The duration in seconds."""
         ...
 
     @property
     def args(self) -> Mapping[str, object]:
-        """More about it, such as its kind, axes and bytes."""
+        """Further properties, such as its kind, axes and bytes."""
         ...
 
 
 class Origin:
-    """What is known of a plan that was made here, and not of one that was read from a file: its Alternatives, and what
-    its program is predicted to run when. Each is found when it is first asked for.
+    """The part of a plan that only the process that made it has, and not a plan read from a file: its Alternatives, and
+    the predicted schedule of its program. Each is found when it is first asked for.
 
-    It is not part of what the plan says: any two are equal, and a pickled one is empty.
+    It does not take part in comparing plans: any two are equal, and a pickled one is empty.
     """
 
     def __init__(
@@ -415,12 +414,12 @@ class Origin:
 
     @cached_property
     def schedule(self) -> Sequence[ScheduleSpan]:
-        """What the program runs when, as it is predicted; nothing where there is no program."""
+        """The predicted schedule of the program; empty if there is no program."""
         return self._schedule() if self._schedule else ()
 
     @cached_property
     def alternatives(self) -> Alternatives | None:
-        """Those of the plan; None if it was read from a file."""
+        """The alternatives of the plan; None if it was read from a file."""
         return self._find() if self._find else None
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""What memory costs, as points and as a picture."""
+"""The cost of memory, as points and as a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...strategy.basics.units import human, lasting
 from .data import MemoryPoint
 
 WIDTH, HEIGHT = 560, 340
-LEFT, RIGHT, TOP, BOTTOM = 84, 24, 24, 56  # of the picture, beside the plot
+LEFT, RIGHT, TOP, BOTTOM = 84, 24, 24, 56  # margins around the plot
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#222}line{stroke:#999}path{fill:none;stroke:#0b62a4;stroke-width:2}"
     "circle{fill:#0b62a4}@media(prefers-color-scheme:dark){text{fill:#ddd}path{stroke:#6db3f2}circle{fill:#6db3f2}}"
@@ -25,7 +25,7 @@ class MemoryCurve(tuple[MemoryPoint, ...]):
 
     def save_svg(self, path: str | PathLike[str]) -> None:
         """Write the picture to a file: bytes on a device against the predicted time of a step. Between two points the
-        plan of the one that holds less is the one to take. Raises StrategyError where it cannot be written."""
+        plan with fewer bytes is the one that fits. Raises StrategyError if it cannot be written."""
         save("the picture", path, f"{self._repr_svg_()}\n{MARKS['the picture'][0]}\n")
 
     def _repr_svg_(self) -> str:

@@ -1,6 +1,6 @@
-"""A plan as data: what it says of tensors, operators, memory and the search. Frozen values, read and written as JSON.
+"""A plan as data: its tensors, operators, memory and certificate. Frozen values, read and written as JSON.
 
-A field that is added has a default that says "unknown", so that the plans of earlier versions can still be read.
+A new field has a default that says "unknown", so that plans of earlier versions can still be read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Frozen(BaseModel):
 
 
 class ProducerKind(StrEnum):
-    """What makes a tensor: an input of the call, an operator, or a constant (an operator that depends on no input and
-    no parameter, which is not planned)."""
+    """The producer of a tensor: an input of the call, an operator, or a constant (an operator that depends on no input
+    and no parameter, which is not planned)."""
 
     INPUT = "input"
     OPERATOR = "operator"
@@ -38,7 +38,7 @@ class ProducerKind(StrEnum):
 
 
 class Producer(_Frozen):
-    """Where a tensor comes from: result `result` of the operator (or the input, or the constant) called `name`."""
+    """The producer of a tensor: result `result` of the operator (or the input, or the constant) called `name`."""
 
     kind: ProducerKind
     name: str
@@ -53,7 +53,7 @@ class Producer(_Frozen):
 class TensorPlan(_Frozen):
     """One input or output: its global shape, its layout at rest (a code for each axis), and the annotation.
 
-    producer   of an output: the tensor that it is; None of an input, and in plans of an earlier version
+    producer   of an output: where its tensor comes from; None for an input, and in plans of an earlier version
     """
 
     name: str
@@ -66,15 +66,15 @@ class TensorPlan(_Frozen):
 
 
 class OperatorPlan(_Frozen):
-    """One operator: what it splits on each axis (a factor, or None), and the layouts of its tensors.
+    """One operator: the factor that it splits on each axis, or None, and the layouts of its tensors.
 
     seconds      of forward and backward on one device, without collectives
-    producers    the tensor that each operand is; None in plans of an earlier version
-    held_bytes   of its results, what one device keeps for the backward; None in plans of an earlier version
-    fate         "kept" for the backward, computed "again" there, or "gone", as nothing there reads it; empty in plans
-                 of an earlier version
-    again        seconds that the backward takes longer for its fate: to compute it again
-    types        of each result, as float32[8, 16]; "" of what is no tensor; None in plans of an earlier version
+    producers    the producer of each operand; None in plans of an earlier version
+    held_bytes   of its results, kept for the backward by one device; None in plans of an earlier version
+    fate         "kept" for the backward, computed "again" there, or "gone" if the backward does not read the results;
+                 empty in plans of an earlier version
+    again        additional seconds of the backward if it computes the results again
+    types        of each result, as float32[8, 16]; "" for other values; None in plans of an earlier version
     """
 
     name: str
@@ -96,15 +96,16 @@ class OperatorPlan(_Frozen):
 
 
 class Memory(_Frozen):
-    """Bytes on one device when most of them are held, as memory_limit counts them.
+    """Bytes on one device at the peak, as memory_limit counts them.
 
-    gradients     of parameters, those that are there by then
-    optimizer     its states, as many as the option optimizer_states says
+    gradients     of parameters, as far as they are there by then
+    optimizer     its states: `optimizer_states` copies of the parameters
     inputs        of the call, and buffers
-    activations   what the backward has yet to read of what was kept for it
-    again         what the backward has computed again, and has yet to read
-    working       results of the call, gradients of values, and what operators are about to read
-    phase, at     when that is: the "forward" or the "backward" of an operator; empty in plans of an earlier version
+    activations   kept for the backward, and not yet read by it
+    again         recomputed by the backward, and not yet read by it
+    working       results of the call, gradients of values, and tensors that operators are about to read
+    phase, at     the time of the peak: the "forward" or the "backward" of an operator; empty in plans of an earlier
+                  version
     """
 
     parameters: int
@@ -119,7 +120,7 @@ class Memory(_Frozen):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         held = self.parameters + self.gradients + self.optimizer + self.inputs
         return held + self.activations + self.again + self.working
 
@@ -138,22 +139,22 @@ class Memory(_Frozen):
 
 
 class Certificate(_Frozen):
-    """What the search knows about its answer.
+    """The search's certificate for its plan.
 
-    cost           what the search weighs, of this plan
-    bound          no plan under these annotations, and in this memory_limit, costs less (None: unknown)
+    cost           the weighted cost of this plan
+    bound          no plan under these annotations, and within this memory_limit, costs less (None: unknown)
     attained       another search found a plan that costs the bound: it is the optimum's cost
     proven         the plan is the optimum
     width          the most vertices that one table of the search joined
     memory_limit   bytes that a device may hold
     binding        without the limit the plan would be another
-    given          its strategies were taken from a plan that was given: nothing was searched
-    of_other_sizes that plan was made by a search, for tensors of other sizes
+    given          the strategies come from a given plan: nothing was searched
+    of_other_sizes the given plan was found by a search for tensors of other sizes
     approximate    enable_algo_approxi left strategies out: bound, attained and proven are about those it kept
     inference      no gradient is taken: costs are those of the forward, and nothing is kept for a backward
-    ends           when the step is predicted to end, in seconds from its beginning, with what overlaps; None: nobody
-                   asked, as only level 2 does
-    ends_bound     before that no plan's step ends, by the same prices
+    ends           the predicted end of the step, in seconds from its beginning, with overlap; None: not predicted, as
+                   only level 2 does it
+    ends_bound     no plan's step ends earlier, by the same prices
     """
 
     mode: SearchMode
@@ -173,7 +174,7 @@ class Certificate(_Frozen):
 
     @property
     def gap(self) -> float | None:
-        """How far above the bound the cost is, relative to the bound; None where there is no bound."""
+        """The distance of the cost from the bound, relative to the bound; None if there is no bound."""
         if self.proven:
             return 0.0
         return None if self.bound is None or self.bound <= 0 else (self.cost - self.bound) / self.bound
@@ -205,19 +206,19 @@ class Certificate(_Frozen):
 
 
 class MemoryPoint(_Frozen):
-    """One plan of a trade-off: the most bytes that it holds on a device, and the seconds of a step."""
+    """One plan of a trade-off: its peak bytes on a device, and the seconds of a step."""
 
     held: int
     seconds: float
 
 
 class PlanData(_Frozen):
-    """What a plan holds; see Plan."""
+    """The data of a plan; see Plan."""
 
     format: int = Field(default=_FORMAT, ge=_FORMAT, le=_FORMAT)
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    ranks: tuple[int, ...] | None = None  # of the job, where the mesh is a part of one
+    ranks: tuple[int, ...] | None = None  # of the job, if the mesh is a part of it
     inputs: tuple[TensorPlan, ...]
     operators: tuple[OperatorPlan, ...]
     outputs: tuple[TensorPlan, ...]
@@ -235,7 +236,7 @@ class PlanData(_Frozen):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh it is for."""
+        """The mesh of the plan."""
         return Mesh(dict(zip(self.axes, self.sizes, strict=True)), self.ranks)
 
     @property
@@ -245,7 +246,7 @@ class PlanData(_Frozen):
 
     @property
     def predicted_time(self) -> float:
-        """Seconds of one step, nothing overlapped."""
+        """Seconds of one step without overlap."""
         return sum(o.seconds + o.again for o in self.operators) + sum(c.predicted_time for c in self.collectives)
 
     @property
@@ -255,7 +256,7 @@ class PlanData(_Frozen):
 
     @property
     def has_producers(self) -> bool:
-        """Whether it says which tensors are read where; plans of an earlier version do not."""
+        """Whether it has the producer of every operand and output; plans of an earlier version do not."""
         known = (*(o.producers for o in self.operators), *(t.producer for t in self.outputs))
         return all(producer is not None for producer in known)
 

@@ -1,6 +1,6 @@
-"""Why an operator, a module or a tensor is as it is, as text: see Plan.explain.
+"""The explanation of an operator, a module or a tensor, as text: see Plan.explain.
 
-What the plan itself says comes from its data; what it could have been comes from `alternatives`, which need the model.
+Facts come from the plan's data; the costs of other plans come from `alternatives`, which need the model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .data import OperatorPlan, PlanData, TensorPlan
 from .planned_graph import planned_graph
 from .report import Report
 
-NAMED = 4  # tensors or readers of an operator that are named
+NAMED = 4  # tensors or readers of an operator that are named at most
 
 
 def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives: int) -> Report:
-    """The explanation of `name`, with the costs of as many `alternatives`; `known` are those of the plan, None of one
-    that was loaded."""
+    """The explanation of `name`, with the costs of as many `alternatives`; `known`: the alternatives of the plan, None
+    for a loaded plan."""
     if isinstance(alternatives, bool) or not isinstance(alternatives, int) or alternatives < 0:
         raise StrategyError(
             f"alternatives is {shown(alternatives)} ({type(alternatives).__name__}); write for how many "
@@ -68,8 +68,8 @@ def _because(c: Collective) -> list[str]:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A tensor or an operator that is explained: a title, what the plan says about it, its key among the allowed
-    layouts where it is annotated, and its collectives."""
+    """A tensor or an operator to explain: a title, the plan's facts about it, its key among the allowed layouts if it
+    is annotated, and its collectives."""
 
     title: str
     lines: tuple[str, ...]
@@ -87,7 +87,7 @@ def _tensor_subject(plan: PlanData, t: TensorPlan) -> _Subject:
 
 
 def _neighbours(plan: PlanData, operators: Sequence[OperatorPlan]) -> dict[str, str]:
-    """For each of `operators` what it reads and who reads it; of none in a plan without a graph."""
+    """The operands and readers of each of `operators`, as text; empty for a plan without a graph."""
     if not operators:
         return {}
     try:
@@ -122,7 +122,7 @@ def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Col
 
 
 def _fate(o: OperatorPlan) -> list[str]:
-    """What becomes of the results, if the backward reads them."""
+    """A line about the fate of the results, if there is something to say."""
     fate = fate_named(o.fate)
     if fate is None or not fate.told:
         return []
@@ -130,7 +130,7 @@ def _fate(o: OperatorPlan) -> list[str]:
 
 
 class _ShownAlternatives:
-    """The alternatives that an explanation shows: of the collectives that cost most, and of the first annotations."""
+    """The alternatives that an explanation shows: of the costliest collectives, and of the first annotations."""
 
     def __init__(self, known: Alternatives | None, subjects: list[_Subject], count: int) -> None:
         self.known, self.count = known, count
@@ -142,16 +142,16 @@ class _ShownAlternatives:
         self.something = bool(collectives or keys)
 
     def of_annotation(self, subject: _Subject) -> list[str]:
-        """What the annotation of `subject` costs, if it is among those to be shown."""
+        """The cost of the annotation of `subject`, if it is among those to show."""
         one = self.known.annotation_of(subject.key) if self.known and subject.key else None
         return [self.known.of_annotation(one)] if self.known and one in self.annotations[: self.count] else []
 
     def of_collective(self, c: Collective) -> list[str]:
-        """What the plan without `c` would cost, and what caused it, if it is among those to be shown."""
+        """The price of a plan without `c`, and its cause, if `c` is among those to show."""
         return self.known.of_collective(c) if self.known and c in self.collectives[: self.count] else []
 
     def rest(self) -> list[str]:
-        """What is not shown, and how to get it."""
+        """A line on alternatives that are not shown, and how to get them."""
         if not self.count or not self.something:
             return []
         if self.known is None:

@@ -1,9 +1,9 @@
-"""The table of forms: how each kind of value is a row of data, and how it is made again.
+"""The table of forms: how each kind of value is written as a row of data, and read back.
 
-A row is the name of its form and the cells of the value. Reading makes one value of the kind that the form is for, and
-nothing else: no name is looked up in a module, nothing is called that the data chooses, and what becomes part of a
-program's text is checked to be a name. Operators are written by name, fake tensors by what they are like, and constants
-by their bytes.
+A row is the name of its form and the cells of the value. Reading makes a value of the kind that the form is for, and
+does nothing else: it looks up no name in a module, calls nothing that the data chooses, and checks that everything that
+becomes part of a program's text is a name. Operators are written by name, fake tensors by shape, strides, dtype and
+device, and constants by their bytes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _FAKE = FakeTensorMode()
 
 
 class NoFormError(Exception):
-    """A value that has no form as data."""
+    """A value has no form as data."""
 
 
 class WrongFormError(Exception):
-    """Data that no value has."""
+    """Data is not that of any value."""
 
 
 class Writer(Protocol):
-    """What the cells of a value are written with."""
+    """Writes the parts of a value into its cells."""
 
     @property
     def own(self) -> Set[Any]:
@@ -56,16 +56,16 @@ class Writer(Protocol):
         ...
 
     def data(self, value: Any, places: Mapping[fx.Node, int] | None = None) -> Any:
-        """A part of the value; `places`: those of the nodes of the graph that it is in."""
+        """The data of a part of the value; `places`: those of the nodes of the graph that it is in."""
         ...
 
     def place_of(self, port: Port) -> tuple[str, int]:
-        """On which side of the captured graph a port is, and its place there."""
+        """The side of the captured graph that a port is on, and its place there."""
         ...
 
 
 class Reader(Protocol):
-    """What a value is made with from its cells."""
+    """Reads the parts of a value from its cells."""
 
     @property
     def own(self) -> Set[Any]:
@@ -73,21 +73,21 @@ class Reader(Protocol):
         ...
 
     def value(self, data: Any, nodes: list[fx.Node] | None = None) -> Any:
-        """A part of the value; `nodes`: those of the graph so far that it is in."""
+        """A part of the value; `nodes`: the nodes read so far of the graph that it is in."""
         ...
 
     def port_at(self, side: str, place: int) -> Port:
-        """The port of the captured graph."""
+        """The port at `place` on a side of the captured graph."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredForm:
-    """How values of some classes are data.
+    """How values of some classes are written as data.
 
-    classes   an instance of one of them has this form, unless a form before it in the table is for it too
-    write     the cells of a value; raises NoFormError for one that has none
-    read      the value that a reader makes of the cells; raises WrongFormError, or what a constructor raises
+    classes   instances of these have this form, unless an earlier form in the table applies
+    write     the cells of a value; raises NoFormError for a value without a form
+    read      the value of the cells; raises WrongFormError, or what a constructor raises
     """
 
     classes: tuple[type, ...]
@@ -96,12 +96,12 @@ class StoredForm:
 
 
 def no_form(value: Any) -> NoFormError:
-    """The error for a value that has no form."""
+    """The error for a value without a form."""
     return NoFormError(f"a {type(value).__name__} has no form as data: {value!r:.80}")
 
 
 def name(value: Any) -> str:
-    """`value`, a name that may stand in the text of a function. Raises WrongFormError for anything else."""
+    """Return `value`, a name that may stand in the text of a function. Raises WrongFormError for anything else."""
     if not isinstance(value, str) or not value.isidentifier():
         raise WrongFormError(f"{value!r:.80} is not a name")
     return value
@@ -127,8 +127,8 @@ def _read_operator(reader: Reader, full_name: str, overload: str) -> OpOverload:
 
 
 def _only_computes(value: OpOverload) -> bool:
-    """Whether an operator is ours, or computes tensors (and their sizes) of what it is given and does no more: it does
-    not write to its operands, and no text alone tells it what to make, as one tells `aten::from_file`."""
+    """Whether an operator is ours, or only computes tensors (and their sizes) from its operands: it does not write to
+    them, and its result does not depend on a text alone, as that of `aten::from_file` does."""
     if value.namespace == "partway":
         return True
     schema = schema_of(value)
@@ -199,7 +199,7 @@ def _target(reader: Reader, op: str, data: Any) -> Any:
     return target
 
 
-# -- Tensors, and what torch calls its dtypes, layouts and memory formats ----------------------------------------------
+# -- Tensors, and torch's names of dtypes, layouts and memory formats --------------------------------------------------
 
 
 def _short(value: Any) -> str:
@@ -207,12 +207,12 @@ def _short(value: Any) -> str:
 
 
 def _like(value: Tensor) -> list[Any]:
-    """What a tensor is like: shape, strides, dtype and device."""
+    """The shape, strides, dtype and device of a tensor."""
     return [list(value.shape), list(value.stride()), _short(value.dtype), str(value.device)]
 
 
 def _write_constant(writer: Writer, value: Tensor) -> list[Any]:
-    """What a tensor is like, and the memory that it reads."""
+    """The shape, strides, dtype and device of a tensor, and the memory that it reads."""
     if type(value) is not Tensor:
         raise NoFormError(f"a {type(value).__name__} has no form as data")
     plain = value.detach().resolve_conj().resolve_neg()

@@ -38,8 +38,8 @@ def make_plan(
     mode: SearchMode,
     written: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The Plan of a solution, with the collectives of its program. `written`: where the annotation of each tensor was
-    written (default: each in a place of its own)."""
+    """The Plan of a solution, with the collectives of its program. `written`: the place where the annotation of each
+    tensor was written (default: each in its own)."""
     reached = outcome(problem, solution, program)
     keeping, held = solution.keeping, solution.held
     assert keeping is not None and held is not None
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def _producers(problem: SearchProblem) -> Callable[[fx.Node], Producer]:
-    """The function from a node that an operator reads to where its tensor comes from."""
+    """A function from a node that an operator reads to the producer of its tensor."""
     inputs = {port.node: port.name for port in problem.graph.inputs}
 
     @cache
@@ -125,7 +125,7 @@ def _types(node: fx.Node) -> tuple[str, ...]:
 
 
 def _memory(held: HeldBytes, vertices: Sequence[Vertex]) -> Memory:
-    """What is held when most is."""
+    """The bytes held at the peak."""
     if not vertices:
         return Memory(parameters=0, gradients=0, activations=0)
     phase, at = held.moment

@@ -1,6 +1,6 @@
-"""The Plan: a strategy for every operator of a graph, the collectives that follow, and what it all costs.
+"""The Plan: a strategy for every operator of a graph, the collectives that follow, and all costs.
 
-A plan is plain data: it can be printed, asked, saved and loaded without the model it was made for.
+A plan is plain data: it can be printed, queried, saved and loaded without the model it was made for.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Plan(PlanData):
     operators         each with its strategy, its layouts and its seconds, in the order in which they run
     collectives       each with kind, axes, group_size, payload_bytes, wire_bytes, phase, tensor, source, and the
                       strategies of its producer and consumer; the forward's first
-    predicted_time    seconds of one forward and backward on one device, nothing overlapped
+    predicted_time    seconds of one forward and backward on one device, without overlap
     memory            bytes on one device
-    certificate       what the search knows about the plan: its bound, its gap, whether it is the optimum
+    certificate       the search's bound, the gap to it, and whether the plan is the optimum
     """
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
@@ -44,20 +44,20 @@ class Plan(PlanData):
     def of(
         self, find: Callable[[], Alternatives], schedule: Callable[[], Sequence[ScheduleSpan]] | None = None
     ) -> Self:
-        """This plan, which now knows how to find its alternatives, and the schedule of its program."""
+        """Give this plan the functions that find its alternatives and the schedule of its program, and return it."""
         self._origin = Origin(find, schedule)
         return self
 
     def holding(self, memory: Memory) -> Self:
-        """This plan, of which a device holds `memory`."""
+        """This plan with `memory` as the memory of a device."""
         return self.model_copy(update={"memory": memory})
 
     def table(self, *, every: bool = False, rows: int | None = None, width: int = 180) -> Report:
         """The plan as a table: operator, strategy, layout, collectives, bytes, predicted time.
 
-        every   also operators that send nothing and take next to nothing: less than 1/10,000 of the step
-        rows    no more than the first so many
-        width   of the whole, in characters
+        every   also operators that send nothing and take less than 1/10,000 of the step
+        rows    the most rows to show
+        width   of the table, in characters
         """
         return table(self, every=every, rows=rows, width=width)
 
@@ -66,24 +66,24 @@ class Plan(PlanData):
         return summary(self)
 
     def explain(self, name: Any, *, alternatives: int = 8) -> Report:
-        """Why an operator, a module or a tensor is as it is: its strategy, its annotation and what that costs, and each
-        collective with its cost, its cause, and what the cheapest plan without it would cost.
+        """Explain an operator, a module or a tensor: its strategy, its annotation with its cost, and each
+        collective with its cost, its cause, and the price of the cheapest plan without it.
 
         `name` is an operator's name, a module's path (its operators inside), a parameter's, input's or output's
         name, an fnmatch pattern of these, or an fx.Node. Raises StrategyError, with the closest names, for others.
 
-        Costs of alternatives are found by searching again, for the `alternatives` collectives that cost most and as
-        many annotations; 0: none. They need the model: a plan that was loaded has none.
+        Alternatives are found by searching again, for the `alternatives` costliest collectives and as many annotations;
+        0: none. They need the model: a loaded plan has none.
         """
         return explain(self, self._origin.alternatives, name, alternatives)
 
     def memory_curve(self) -> MemoryCurve:
-        """What memory costs: plans under the same annotations and on the same mesh, without a limit, from the cheapest
-        to the one that holds the least; each with the most bytes on a device and the predicted seconds of a step. Each
+        """The cost of memory: plans under the same annotations and on the same mesh, without a limit, from the cheapest
+        to the one that holds the least, each with its peak bytes on a device and the predicted seconds of a step. Each
         is the cheapest plan found at one price of a byte. `save_svg(path)` draws them, and so does a notebook.
 
-        They are searched for when it is first asked. Raises StrategyError for a plan that was read from a file: they
-        need the model.
+        The plans are searched for on the first call. Raises StrategyError for a plan that was read from a file: the
+        search needs the model.
         """
         known = self._origin.alternatives
         if known is None:
@@ -94,15 +94,15 @@ class Plan(PlanData):
         return MemoryCurve(MemoryPoint(held=round(one.held), seconds=one.seconds) for one in known.trade_offs)
 
     def to_networkx(self) -> networkx.MultiDiGraph:
-        """The planned graph for analyses of one's own, with networkx: a new MultiDiGraph that may be changed.
+        """The planned graph for your own analyses with networkx: a new MultiDiGraph that may be changed.
 
         Nodes are `"input NAME"`, `"output NAME"`, operators by their name, and `"constant NAME"` (a value that depends
         on no input, which is not planned). Attributes of each: `kind` ("input", "output", "operator", "constant") and
         `name`; of inputs and outputs `role`, `shape`, `dtype`, `layout`, `annotation`; of operators `operator`
         ("aten.linear.default"), `result` ("float32[8, 16]"), `module` (its path), `source` (file, line and code),
-        `strategy`, `factors` (by axis what it splits, or None), `layouts` (of its results), `annotation`, `seconds`
-        (forward and backward, without collectives), `held_bytes` (kept for the backward on one device), `fate` ("kept",
-        "again" or "gone", as nothing in the backward reads it) and `again` (seconds that computing it again takes).
+        `strategy`, `factors` (by axis the factor that it splits, or None), `layouts` (of its results), `annotation`,
+        `seconds` (forward and backward, without collectives), `held_bytes` (kept for the backward on one device),
+        `fate` ("kept", "again", or "gone" if the backward does not read it) and `again` (seconds to compute it again).
 
         Edges lead from producer to consumer; the key is the position of the operand, 0 at an output. Attributes:
         `tensor` (its name), `result` (its number among the producer's results), `produced_as` and `read_as` (layouts:
@@ -111,14 +111,14 @@ class Plan(PlanData):
         several readers stands at the first of them, so that the edges add up to the plan. Attributes of the graph:
         `mesh` (a dict), `wire_bytes` and `predicted_time`.
 
-        Raises StrategyError for a plan that was saved by an earlier version, which did not keep what operators read, or
-        that was edited so that something reads what nothing produces.
+        Raises StrategyError for a plan saved by an earlier version, which lacks the operands of operators, and for an
+        edited plan in which something reads a tensor that nothing produces.
         """
         return planned_graph(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; folders on the way are made. Raises StrategyError where it cannot be written, and
-        where a file is that is no plan."""
+        """Write the plan as JSON; missing folders are made. Raises StrategyError if it cannot be written, or if the
+        file at `path` is not a plan."""
         save_plan(self, path)
 
     def save_html(
@@ -131,16 +131,17 @@ class Plan(PlanData):
     ) -> None:
         """Write the plan as a page: one file that a browser opens from disk, and that fetches nothing.
 
-        It has the model as a graph whose modules fold; for what is selected its strategy, layouts, costs, memory and
-        source line; for a collective its cause; and what the step costs, by what. `partway show` makes it of a plan
-        that was saved.
+        It shows the model as a graph with modules to fold; the strategy, layouts, costs, memory and source line of the
+        selected node; the cause of a collective; and the costs of the step by category. `partway show` makes it from a
+        saved plan.
 
-        alternatives   for how many collectives, those that cost most, and how many annotations, to find what the plan
-                       without them would cost, as `explain` does: by searching again. 0: none
-        timelines      what ran when, by name, such as {"measured": spans} of record_timeline: below what is predicted
+        alternatives   for how many of the costliest collectives, and for how many annotations, to find the cost of the
+                       plan without them, as `explain` does: by searching again. 0: none
+        timelines      measured timelines by name, such as {"measured": spans} of record_timeline: shown below the
+                       predicted one
         title          of the page; by default the mesh
 
-        Raises StrategyError where it cannot be written, for alternatives below 0, and for what is no timeline.
+        Raises StrategyError if it cannot be written, for alternatives below 0, and for anything but a timeline.
         """
         save(
             "the page",

@@ -15,12 +15,12 @@ from ...strategy.notation import counted
 from ...strategy.placement import Shard
 from .data import PlanData
 
-_LARGEST = 2**63 - 1  # that a size can be
+_LARGEST = 2**63 - 1  # the largest size of a dim
 P = TypeVar("P", bound=PlanData)
 
 
 def save_plan(plan: PlanData, path: str | Path) -> None:
-    """Write `plan` as JSON. Raises StrategyError where it cannot be written, and where a file is that is no plan."""
+    """Write `plan` as JSON. Raises StrategyError if it cannot be written, or if the file is not a plan."""
     save("the plan", path, plan.model_dump_json(indent=1) + "\n")
 
 

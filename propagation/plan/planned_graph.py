@@ -1,7 +1,7 @@
-"""The planned graph for networkx: who reads which tensor, in which layouts, and what its conversions send.
+"""The planned graph for networkx: the readers of each tensor, the layouts, and the bytes of conversions.
 
-Collectives name the tensor that they convert and the operator that caused them. Here each stands at one edge: at the
-first reader that it serves, so that the edges add up to the plan.
+Collectives name the tensor that they convert and the operator that caused them. Here each belongs to one edge: that of
+the first reader that it serves, so that the edges add up to the plan.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
 
 
 def placed_reads(plan: PlanData) -> list[tuple[Read, tuple[Collective, ...]]]:
-    """All that operators and outputs read, in order, each with the collectives that stand at it. Raises StrategyError
-    as Plan.to_networkx."""
+    """All reads of operators and outputs, in order, each with the collectives on its edge. Raises StrategyError as
+    Plan.to_networkx."""
     if reason := _why_not(plan):
         raise StrategyError(reason)
     reads = list(_reads(plan))
@@ -75,7 +75,7 @@ def placed_reads(plan: PlanData) -> list[tuple[Read, tuple[Collective, ...]]]:
 
 
 def _why_not(plan: PlanData) -> str:
-    """Why `plan` has no graph; "" if it has one. (A plan that was edited can be followed without.)"""
+    """Why `plan` has no graph; "" if it has one. (An edited plan can be followed without one.)"""
     if not plan.has_producers:
         return (
             "the plan was saved by a version of Partway that did not keep which tensors each operator reads, so its "
@@ -112,7 +112,7 @@ def _why_not(plan: PlanData) -> str:
 
 
 def node_of(producer: Producer) -> str:
-    """The node of what produces a tensor. (Names of operators have no space, so that no two nodes are the same.)"""
+    """The name of a producer's node. (Names of operators have no space, so no two nodes have one name.)"""
     return producer.name if producer.kind is ProducerKind.OPERATOR else f"{producer.kind} {producer.name}"
 
 
@@ -148,7 +148,7 @@ def _operator(plan: PlanData, o: OperatorPlan) -> dict[str, Any]:
 
 
 def _reads(plan: PlanData) -> Iterator[Read]:
-    """All that operators and outputs read, in order."""
+    """All reads of operators and outputs, in order."""
     inputs = {t.name: t.codes for t in plan.inputs}
     results = {o.name: o.results for o in plan.operators}
 
@@ -170,13 +170,13 @@ def _reads(plan: PlanData) -> Iterator[Read]:
 
 
 def _placed(plan: PlanData, reads: list[Read]) -> list[list[Collective]]:
-    """For each of `reads` the collectives that stand at it, each at one."""
+    """The collectives on the edge of each of `reads`; each collective is on one edge."""
     placed: list[list[Collective]] = [[] for _ in reads]
     by_tensor: dict[str, list[int]] = {}
     for i, read in enumerate(reads):
         by_tensor.setdefault(read.producer.tensor, []).append(i)
     for c in plan.collectives:
-        # one that serves all readers is caused by none of them
+        # a collective that serves all readers names none of them
         readers = [i for i in by_tensor[c.tensor] if reads[i].reader == c.where] or by_tensor[c.tensor]
         axes = [plan.axes.index(axis) for axis in c.axes]
         placed[next((i for i in readers if reads[i].changes(axes)), readers[0])].append(c)

@@ -1,8 +1,7 @@
-"""A plan of another run, or for other sizes, on the problem of this one: where the two differ, and the choice that the
-plan makes.
+"""A plan of another run, or for other sizes, on the problem of this one: their differences, and the plan's choice.
 
-Operators are matched in order, by what they are, what they give and the module they are in: names of nodes and lines of
-code may change. A plan does not mention hubs: each gets the cheapest layout between the strategies of the plan.
+Operators are matched in order, by operator, result and module: names of nodes and lines of code may change. A plan does
+not mention hubs: each gets the cheapest layout between the strategies of the plan.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from ..search.solution import Solution
 from ..search.within_memory import with_fates
 from .data import OperatorPlan, PlanData, TensorPlan
 
-Identity = tuple[str, str, str]  # operator, what it gives, module
+Identity = tuple[str, str, str]  # operator, result, module
 
 
 def differences(graph: Graph, plan: PlanData) -> list[Problem]:
-    """Where `plan` is not one of `graph`; none: it fits."""
+    """The differences between `plan` and `graph`; empty if it fits."""
     problems = [
         *_tensor_differences("input", graph.inputs, plan.inputs),
         *_tensor_differences("output", graph.outputs, plan.outputs),
@@ -79,8 +78,8 @@ def _listed(operators: Sequence[Identity]) -> str:
 
 
 def replay(problem: SearchProblem, plan: PlanData) -> Solution:
-    """The choice of `plan`, which fits the graph of `problem`. Raises StrategyError, with all reasons, where something
-    that it does is not an option here."""
+    """The choice of `plan`, which fits the graph of `problem`. Raises StrategyError, with all reasons, if one of its
+    strategies is not an option here."""
     problems: list[Problem] = []
     choice: list[int | None] = []
     for vertex, rows, (name, done) in _planned_options(problem, plan):
@@ -102,9 +101,9 @@ def replay(problem: SearchProblem, plan: PlanData) -> Solution:
 
 
 def follow(problem: SearchProblem, plan: PlanData) -> Solution:
-    """The choice of `plan`, which was made for the same operators with tensors of other sizes. Where what it does is
-    not an option here, as a split of a dim that the axis does not divide, the cheapest of the others is searched for.
-    Raises StrategyError where it is of other operators or another mesh, or nothing goes with the rest."""
+    """The choice of `plan`, which was made for the same operators with tensors of other sizes. Where its strategy is
+    not an option here, such as a split of a dim that the axis does not divide, the cheapest other option is searched
+    for. Raises StrategyError if its operators or mesh are others, or if nothing fits the rest."""
     kept = [
         np.arange(len(vertex.options)) if rows is None or not len(rows) else rows
         for vertex, rows, _ in _planned_options(problem, plan)
@@ -118,8 +117,8 @@ def follow(problem: SearchProblem, plan: PlanData) -> Solution:
 
 
 def _planned_options(problem: SearchProblem, plan: PlanData) -> Iterator[tuple[Vertex, Codes | None, tuple[str, str]]]:
-    """For each vertex the options that do what `plan` does (None for a hub, of which it says nothing), and in words who
-    does what. Raises StrategyError where the plan is of another mesh, or of other operators."""
+    """For each vertex the options that agree with `plan` (None for a hub, which it does not mention), and in words the
+    operator or tensor and its strategy. Raises StrategyError if the plan has another mesh, or other operators."""
     mesh = problem.settings.mesh
     if plan.mesh != mesh:
         fix = "leave the mesh out, or save a plan on this one"
@@ -153,7 +152,7 @@ def _layout(codes: Sequence[str], plan: PlanData) -> Layout:
 
 
 def _of_operator(options: Options, planned: OperatorPlan, plan: PlanData) -> Mask:
-    """The options that do what `planned` does."""
+    """The options with the strategy and layouts of `planned`."""
     if (len(planned.operands), len(planned.results)) != (len(options.operands), len(options.results)):
         return np.zeros(len(options), dtype=bool)
     keep = np.ones(len(options), dtype=bool)

@@ -1,4 +1,4 @@
-"""A plan as a table, its totals in three lines, and all that it says as text."""
+"""A plan as a table, its totals in three lines, and its whole contents as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDEST = 10**6
 
 
 class Report(str):
-    """Text that an interactive session shows as it is."""
+    """Text whose repr is the text itself, for interactive sessions."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ def table(plan: PlanData, *, every: bool, rows: int | None, width: int) -> Repor
 
 
 def _rows(plan: PlanData, least: float, every: bool) -> Iterator[tuple[str, ...]]:
-    """The cells of `table`; without `every` only what sends something or takes more than `least` seconds."""
+    """The cells of `table`; without `every` only operators that send something or take more than `least` seconds."""
     at = plan.collectives_by_place()
     for o in plan.operators:
         here = at.get(o.name, [])
@@ -60,7 +60,7 @@ def _rows(plan: PlanData, least: float, every: bool) -> Iterator[tuple[str, ...]
 
 
 def _legend(rows: Sequence[tuple[str, ...]], plan: PlanData, width: int) -> str:
-    """What the columns mean, and the layouts and collectives that are in `rows`."""
+    """The meaning of the columns, and of the layouts and collectives in `rows`."""
     if not rows:
         return ""
     layouts = "".join(row[2] for row in rows)
@@ -108,7 +108,7 @@ def summary(plan: PlanData) -> Report:
 
 
 def text(plan: PlanData) -> str:
-    """All that a plan says, a line for each tensor, operator and collective; the first line has its totals."""
+    """The whole plan as text, a line for each tensor, operator and collective; the first line has its totals."""
     return "\n".join(_lines(plan))
 
 

@@ -1,9 +1,9 @@
 """Plans and programs as data, and back for the same graph.
 
 The data is JSON: a list of rows, each of which may refer to rows before it, and the value itself. A plain value is
-itself, a tuple a list, and any other an object of one letter, such as a reference to a row. A row is a dataclass, field
-by field, or has one of the forms of forms.py. A program refers to the ports of the Graph that it was made of; they are
-left out, and looked up in a graph of equal text.
+itself, a tuple is a list, and any other value is an object of one letter, such as a reference to a row. A row is a
+dataclass, field by field, or has one of the forms of forms.py. A program refers to the ports of the Graph that it was
+made from; they are left out, and looked up in a graph of equal text.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NO_PORTS: Mapping[tuple[str, int], Port] = {}
 
 
 def dump(value: Any, graph: Graph, kinds: Iterable[type] = ()) -> bytes:
-    """The bytes of `value`, such as a Program, made of `graph`; `kinds`: further dataclasses in it. Raises NoFormError
-    for what has no form."""
+    """The bytes of `value`, such as a Program, made from `graph`; `kinds`: further dataclasses in it. Raises
+    NoFormError for a value without a form."""
     return DataWriter({node.target for node in graph.nodes}, _ports(graph), kinds).written(value)
 
 
 def load(data: bytes, graph: Graph, kinds: Iterable[type] = ()) -> Any:
-    """What `dump` was given, with the ports of `graph`. Raises WrongFormError, or what a constructor raises, for other
-    data; none of it is run."""
+    """The value that `dump` wrote, with the ports of `graph`. Raises WrongFormError, or what a constructor raises, for
+    other data; none of it is run."""
     return DataReader({node.target for node in graph.nodes}, _ports(graph), kinds).read(data)
 
 
@@ -51,7 +51,7 @@ def _ports(graph: Graph) -> dict[tuple[str, int], Port]:
 
 
 class DataWriter:
-    """The rows so far, and the places of the values that have one; see forms.Writer.
+    """The rows so far, and the places of the values that have a row; see forms.Writer.
 
     own     the operators of the captured graph; `ports`: its ports by their places
     kinds   further dataclasses that a row may hold
@@ -67,7 +67,7 @@ class DataWriter:
         self._known: dict[Hashable, int] = {}
 
     def written(self, value: Any) -> bytes:
-        """All of it as bytes."""
+        """The data of `value` as bytes."""
         data = self.data(value)
         return json.dumps({"rows": self._rows, "value": data}, separators=(",", ":"), check_circular=False).encode()
 
@@ -91,11 +91,11 @@ class DataWriter:
         return {"r": self._row(value)}
 
     def place_of(self, port: Port) -> tuple[str, int]:
-        """On which side of the graph a port is, and its place there."""
+        """The side of the graph that a port is on, and its place there."""
         return self._ports[id(port)]
 
     def _row(self, value: Any) -> int:
-        """The place of the row of `value`, one for equal fake tensors, and for others one for each object."""
+        """The place of the row of `value`; equal fake tensors share one, other objects have one each."""
         key: Hashable = id(value)
         if isinstance(value, FakeTensor):
             key = (value.shape, value.stride(), value.dtype, value.device)
@@ -115,7 +115,7 @@ class DataWriter:
 
 
 class DataReader:
-    """The values of the rows so far; see forms.Reader, and DataWriter for what it is given."""
+    """The values of the rows so far; see forms.Reader, and DataWriter for its arguments."""
 
     def __init__(
         self, own: Set[Any] = frozenset(), ports: Mapping[tuple[str, int], Port] = NO_PORTS, kinds: Iterable[type] = ()
@@ -133,7 +133,7 @@ class DataReader:
         return self.value(tree["value"])
 
     def value(self, data: Any, nodes: list[fx.Node] | None = None) -> Any:
-        """What `data` stands for; `nodes`: those of the graph so far that it is in."""
+        """The value of `data`; `nodes`: the nodes read so far of the graph that it is in."""
         if type(data) is list:
             return tuple([self.value(v, nodes) for v in data])
         if type(data) is not dict:
@@ -155,7 +155,7 @@ class DataReader:
         raise WrongFormError(f"{letter!r} is not a form of a value")
 
     def port_at(self, side: str, place: int) -> Port:
-        """The port of the graph."""
+        """The port at `place` on a side of the graph."""
         return self._ports[side, place]
 
     def _record(self, name: str, cells: list[Any]) -> Any:
@@ -175,7 +175,7 @@ def _place(value: Any) -> int:
 
 @lru_cache(maxsize=4096)
 def _accepted(kind: type) -> dict[str, tuple[type, ...]]:
-    """The classes that the fields of a dataclass may have."""
+    """The classes that each field of a dataclass accepts."""
     assert is_dataclass(kind)
     hints = get_type_hints(kind)
     return {field.name: tuple(_classes(hints[field.name])) for field in fields(kind)}

@@ -1,8 +1,8 @@
-"""A captured graph as data, and back: for a call like the one that was captured, in another process.
+"""A captured graph as data, and back: for an equal call in another process.
 
-The data has the operators, where they come from, the ports, and the structure of what the function returns. What only
-the process that captured has, such as a hook, has no form. The type of an object that the function returns is written
-by its name, and read if that is the name of one of the types that the reader is given.
+The data has the operators, where they come from, the ports, and the structure of the function's result. Values that
+exist only in the capturing process, such as hooks, have no form. The type of an object that the function returns is
+written by its name, and read if it is one of the types that the reader is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .stored import DataReader, DataWriter, NoFormError, WrongFormError
 
 
 def _known_here(node: fx.Node) -> bool:
-    """Whether a node calls what this process alone knows, by a key."""
+    """Whether a node calls something by a key that only this process knows."""
     arguments = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
     return any(argument.name == "key" and "Tensor" not in str(argument.type) for argument in arguments)
 
@@ -47,8 +47,8 @@ class TypeName:
 
 
 def dump_graph(graph: Graph, kinds: Iterable[type] = ()) -> bytes:
-    """The bytes of `graph`; `kinds`: the types that objects may have which the function returns. Raises NoFormError for
-    what has no form."""
+    """The bytes of `graph`; `kinds`: the types that objects in the function's result may have. Raises NoFormError for a
+    graph without a form."""
     for what, there in _WITHOUT_FORM.items():
         if there(graph):
             raise NoFormError(f"the function {what}")
@@ -78,8 +78,8 @@ def dump_graph(graph: Graph, kinds: Iterable[type] = ()) -> bytes:
 
 
 def load_graph(data: bytes, kinds: Iterable[type] = ()) -> Graph:
-    """What `dump_graph` was given. Raises WrongFormError, or what a constructor raises, for other data; none of it is
-    run."""
+    """The graph that `dump_graph` wrote. Raises WrongFormError, or what a constructor raises, for other data; none of
+    it is run."""
     known = {_name(kind): kind for kind in (*_CONTAINERS, *kinds)}
 
     def told(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The numbers of a search problem: `costs_of`, all of them written out, and `network_of`, where they are too many.
+"""The numbers of a search problem: `costs_of`, all of them written out, and `network_of`, for when they are too many.
 
-Of a chain of three operators with two options each: `unary` is what each option costs, three columns of two numbers;
-`pairs` has two tables of 2 x 2, what it costs to convert the tensor between from its layout under each option of one to
-that under each option of the next. Where operators are alike, as in layers that repeat, both are one array.
+For a chain of three operators with two options each, `unary` has the cost of each option, three columns of two numbers;
+`pairs` has two tables of 2 x 2: the cost of converting the tensor between two operators from its layout under each
+option of one to that under each option of the next. Equal operators, as in repeated layers, share one array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MANY_PAIRS = 4e7  # pairs of options above which they are not written out: 320 M
 
 
 def costs_of(problem: SearchProblem) -> Costs:
-    """The numbers of `problem`; those of parallel edges are added up. What has the same structure is the same array."""
+    """The numbers of `problem`; those of parallel edges are summed. Equal structures share one array."""
     shared: dict[object, Floats] = {}
 
     def once(key: object, make: Callable[[], Floats]) -> Floats:
@@ -38,7 +38,7 @@ def costs_of(problem: SearchProblem) -> Costs:
 
 
 def network_of(problem: SearchProblem) -> Network:
-    """The network of `problem`, whose costs are written out only where they are few."""
+    """The network of `problem`, with its costs written out only if they are few."""
     if is_written_out(problem):
         return network(costs_of(problem))
     unary = tuple(v.options.unary for v in problem.vertices)
@@ -56,7 +56,7 @@ def are_few(pairs: int) -> bool:
 
 
 def pairs_of(problem: SearchProblem) -> int:
-    """How many pairs of options all edges have, those of the same structure counted once."""
+    """The number of pairs of options of all edges, counting each structure once."""
     sizes = {_structure(problem, edge): math.prod(map(len, edge.codes(problem.vertices))) for edge in problem.edges}
     return sum(sizes.values())
 
@@ -82,7 +82,7 @@ def _by_ends(problem: SearchProblem) -> dict[tuple[int, int], list[Edge]]:
 
 
 def _structure(problem: SearchProblem, edge: Edge) -> tuple[int, ...]:
-    """What the costs of an edge depend on: edges with the same have the same costs."""
+    """A key for the costs of an edge: edges with equal keys have the same costs."""
     ends = id(problem.vertices[edge.producer].options), id(problem.vertices[edge.consumer].options)
     return id(edge.table), *ends, edge.result, edge.operand
 
@@ -94,7 +94,7 @@ def _between(problem: SearchProblem, edges: list[Edge]) -> Between:
 
 
 def _written_out(problem: SearchProblem, edges: list[Edge]) -> Floats:
-    """The costs of parallel edges, added up."""
+    """The sum of the costs of parallel edges."""
     matrices = [edge.matrix(problem.vertices) for edge in edges]
     if len(matrices) == 1:
         return matrices[0]

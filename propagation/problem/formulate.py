@@ -1,4 +1,4 @@
-"""How a search problem is made of a graph: its vertices in graph order, their options, and the edges between them.
+"""From a graph to a search problem: its vertices in graph order, their options, and the edges between them.
 
 Three operators, t = x * 2, y = relu(t) and t + y, where t has two readers. The vertices in their order: the input x,
 mul, the hub of t, relu, add, the output. The edges: x to mul, mul to the hub, the hub to relu and to add, relu to add,
@@ -52,15 +52,15 @@ def formulate(
     graph: Graph, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str] = frozenset()
 ) -> SearchProblem:
     """The search problem of `graph`. `allowed` restricts the layouts of inputs, outputs and constraints by
-    name; outputs in `as_it_lies` may stay split. Raises StrategyError where an annotation leaves no option,
+    name; outputs in `as_it_lies` may stay split. Raises StrategyError if annotations leave no option, and
     OperatorError for an operator without a rule under `on_unknown_op="error"`.
     """
     return _Formulation(graph, settings, allowed, as_it_lies).problem()
 
 
 def warn_of_unknown(graph: Graph, unknown: Sequence[str]) -> None:
-    """One UnknownOperatorWarning that names the operators `unknown` of `graph`, which have no rule, and the rows to
-    add."""
+    """Issue one UnknownOperatorWarning that names the operators `unknown` of `graph`, which have no rule, and the rows
+    to add."""
     nodes = {name_of_call(node): node for node in reversed(graph.nodes)}
     if unknown:
         text = without_rule([nodes[name] for name in unknown], "; its operands are gathered and it runs replicated")
@@ -68,7 +68,7 @@ def warn_of_unknown(graph: Graph, unknown: Sequence[str]) -> None:
 
 
 class _Formulation:
-    """The state of building one problem: vertices in graph order, and where each value comes from."""
+    """The state of building one problem: vertices in graph order, and the producer of each value."""
 
     def __init__(self, graph: Graph, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str]) -> None:
         self.graph, self.allowed, self.as_it_lies = graph, allowed, as_it_lies
@@ -85,18 +85,18 @@ class _Formulation:
         )
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
-        self.producer: dict[Value, tuple[int, int]] = {}  # of each value the vertex, and which result of it
+        self.producer: dict[Value, tuple[int, int]] = {}  # of each value the vertex, and the number of the result
         self.unknown: dict[str, fx.Node] = {}
         self.uses = _count_uses(graph)
-        self.near_annotation: set[Value] = set()  # annotated inputs and what constraints give
-        self.batched = {Value(port.node) for port in graph.inputs if port.role is Role.INPUT}  # led by the batch's dim
+        self.near_annotation: set[Value] = set()  # annotated inputs and the results of constraints
+        self.batched = {Value(port.node) for port in graph.inputs if port.role is Role.INPUT}  # led by the batch
         self.approximate = False
         self.tables: dict[tuple[Value, bool], ConversionTable] = {}
         self.resting: dict[tuple[Placement, ...], Codes] = {}
         self.shared: dict[object, tuple[Rule | None, Options]] = {}
 
     def problem(self) -> SearchProblem:
-        """Go through the graph."""
+        """Go through the graph, and return the problem."""
         for port in self.graph.inputs:
             if port.node not in self.constants:
                 self._add_input(port)
@@ -130,7 +130,7 @@ class _Formulation:
         return self._table(v) if isinstance(tensor_of(v), torch.Tensor) else None
 
     def _once(self, key: object, make: Callable[[], tuple[Rule | None, Options]]) -> tuple[Rule | None, Options]:
-        """What `make` gives; vertices of the same key share it."""
+        """The result of `make`, shared by vertices with the same key."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
@@ -170,7 +170,7 @@ class _Formulation:
         return tuple(table.layouts[code] for code in codes[table.nearly_even[codes]])
 
     def _split_at_rest(self, table: ConversionTable, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        """The layouts under enable_parallel_optimizer: as far split as can be, or whole where it is small."""
+        """The layouts under enable_parallel_optimizer: split as far as possible, or whole if the parameter is small."""
         whole = Layout.replicated(self.settings.mesh)
         if table.local_bytes(whole) < (self.settings.shard_parameters or 0):
             return (whole,)
@@ -213,8 +213,8 @@ class _Formulation:
             self._connect(source, index, i)
 
     def _constraint(self, node: fx.Node, result: Value) -> tuple[Rule | None, Options, str]:
-        """An identity whose layouts are those that the person allows. Whole on every rank may be Broadcast as well as
-        Replicate, so that the addends of its gradient need not be added up here."""
+        """An identity whose layouts are those that the user allows. A value that is whole on every rank may be
+        Broadcast as well as Replicate, so that the addends of its gradient need not be summed here."""
         table = self._table(result)
         layouts = tuple(table.layouts[code] for code in np.flatnonzero(table.valid))
         layouts, annotation = self._restrict(f"constraint:{node.name}", layouts)
@@ -245,7 +245,7 @@ class _Formulation:
     def _options_of_call(
         self, node: fx.Node, sources: tuple[Value, ...], produced: tuple[Value, ...], batched: tuple[bool, ...] | None
     ) -> tuple[Rule | None, Options]:
-        """`batched`: the operands that are led by the batch's dim; None: next to an annotation that does not count."""
+        """The rule and options of a call. `batched`: the operands led by the batch; None: ignored near annotations."""
         rule = rule_of(node, self.settings.rules)
         results = tuple(map(self._table_or_none, produced))
         call = OperatorCall(
@@ -273,7 +273,7 @@ class _Formulation:
         return rule, kept
 
     def _follows(self, node: fx.Node, rule: Rule | None) -> bool:
-        """Whether an operator takes the strategy of what consumes it."""
+        """Whether an operator takes the strategy of its consumer."""
         return self.settings.elementwise_follow and rule is not None and is_elementwise(node)
 
     def _note_unknown(self, node: fx.Node) -> None:
@@ -323,7 +323,7 @@ class _Formulation:
 
 
 def _count_uses(graph: Graph) -> dict[Value, int]:
-    """How many operands and outputs each value is."""
+    """The number of uses of each value, as operand or output."""
     uses: dict[Value, int] = {}
     consumers = [operands(n) for n in graph.nodes if n.target is not operator.getitem]
     for nodes in [*consumers, tuple(port.node for port in graph.outputs)]:
@@ -349,8 +349,7 @@ def _codes(table: ConversionTable, layouts: Sequence[Layout]) -> Codes:
 
 
 def _unsplit(mesh: Mesh, table: ConversionTable, codes: Codes, *, operand: bool = True, result: bool = True) -> Options:
-    """Free options of a vertex that splits no factor and whose operand and result, where it has them, are laid out
-    alike."""
+    """Free options for a vertex that splits no factor; its operand and result, if it has them, have the same layout."""
     tables: tuple[ConversionTable, ...] = (table,)
     factors = np.full((len(codes), len(mesh.axes)), -1, dtype=np.intp)
     free: Floats = np.zeros(len(codes))
@@ -372,7 +371,7 @@ def _unsplit(mesh: Mesh, table: ConversionTable, codes: Codes, *, operand: bool 
 
 
 def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ...]:
-    """What the options of a call depend on, beside the tables of its tensors."""
+    """A key for the options of a call, together with the tables of its tensors."""
 
     def frozen(argument: Any) -> object:
         if isinstance(argument, fx.Node):

@@ -1,7 +1,7 @@
-"""The one option of a manual function: layouts as the person wrote them, and what its program costs.
+"""The one option of a manual function: the layouts that the user wrote, and the cost of its program.
 
 A manual function of three operators, a product, an all-reduce of its result and a relu, has one option: its operands
-are split as the person wrote. It costs what the product and the relu of one rank's part do, and the all-reduce.
+are split as the user wrote. It costs the product and the relu of one rank's part, and the all-reduce.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def option_of_manual(
     call: fx.Node, operands: Tables, results: Tables, flows: Collection[Value], settings: Settings
 ) -> Options:
     """The option of the call of a manual function, whose operands and results have these tables. `flows`: the values of
-    the graph around that a gradient reaches."""
+    the surrounding graph that a gradient reaches."""
     its: TracedManual = manual_of(str(call.args[1]))
     text, inside = written(its), gradients_inside(its, call, flows)
     seconds, flops, held = _work(its, inside, settings)
@@ -65,7 +65,7 @@ def option_of_manual(
 
 
 def operand_layouts(its: TracedManual, text: WrittenManual) -> list[Layout]:
-    """The layouts of what goes in: where every rank makes its own use of a whole tensor, it is a Broadcast."""
+    """The layouts of the operands: a whole tensor that ranks use in their own way is a Broadcast."""
     values = [text.variance.values[Value(port.node)] for port in its.graph.inputs]
     return [
         layout(
@@ -80,7 +80,7 @@ def operand_layouts(its: TracedManual, text: WrittenManual) -> list[Layout]:
 
 
 def _cost(c: ManualConversion, gradient: bool, settings: Settings) -> float:
-    """What a collective of a manual function costs, forward and backward."""
+    """The cost of a collective of a manual function, forward and backward."""
     mesh, weights, cost = settings.mesh, settings.weights, 0.0
     for phase in ("forward", "backward"):
         kind = step_kind(c.source, c.target, phase, gradient)
@@ -94,7 +94,7 @@ def _cost(c: ManualConversion, gradient: bool, settings: Settings) -> float:
 
 
 def _work(its: TracedManual, inside: Collection[Value], settings: Settings) -> tuple[float, float, float]:
-    """The seconds and flops of a rank's operators, forward and backward, and the bytes that are kept in between."""
+    """The seconds and flops of a rank's operators, forward and backward, and the bytes kept for the backward."""
     seconds = flops = held = 0.0
     for node in its.graph.nodes:
         results = [t for t in map(tensor_of, values_of(node)) if isinstance(t, torch.Tensor)]

@@ -1,7 +1,7 @@
-"""The options of an operator: which there are, which of them the settings leave, and what each costs by itself.
+"""The options of an operator: all possible ones, those that the settings leave, and the cost of each by itself.
 
-A product of x[m, k] and w[k, n] on an axis of two devices, with the rule "m k, k n -> m n", sizes that are even, and
-figures by which all of it takes 8 s on one device:
+A product of x[m, k] and w[k, n] on an axis of two devices, with the rule "m k, k n -> m n", even sizes, and figures by
+which the whole takes 8 s on one device:
 
     splits     x               w               result          seconds
     m          Shard(0)        Broadcast       Shard(0)        4
@@ -11,7 +11,7 @@ figures by which all of it takes 8 s on one device:
 
 On two axes there are 16 rows, each a choice for one axis with a choice for the other.
 
-All options of a call are columns of numbers, one row each: every choice of a factor, or of none, on every mesh axis.
+All options of a call are columns of numbers, one row for every choice of a factor, or of none, on every mesh axis.
 A new preference of the settings goes into `_preferred`, a new cost into `_work` or `_exchanges`.
 """
 
@@ -33,25 +33,25 @@ from ..ops.kinds import payload_of_whole
 from ..rules.rule import AxisOption, Exchange, Rule, axis_options, hops_of
 from .problem import Options, Settings
 
-Tables = tuple[ConversionTable | None, ...]  # of several tensors; None: it is no tensor
+Tables = tuple[ConversionTable | None, ...]  # of several values; None: not a tensor
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorCall:
-    """One call of an operator, as its options see it.
+    """The properties of an operator call that its options depend on.
 
     rule                None: it has none, and can only be replicated
     operands, results   the conversion tables of its tensors
-    dtype               what it computes in
+    dtype               the dtype it computes in
     constant            for each operand, whether it depends on no parameter and no input
     reached             for each operand, whether a gradient reaches it
     differentiated      a gradient reaches a result of it
     recomputed          the backward computes it once more
-    view                it only looks at its operand's memory
+    view                its result is a view of an operand
     in_place            it writes its second operand into the first
-    by_batch            it splits its leading dim where the settings say so
-    rates               how long it was measured to take
-    looks_up            of its first operand it reads as much as it gives
+    by_batch            it splits its leading dim if the settings prefer that
+    rates               its measured rates
+    looks_up            it reads only as much of its first operand as its result has
     """
 
     rule: Rule | None
@@ -73,10 +73,10 @@ class OperatorCall:
 class _Rows:
     """Some options of a call.
 
-    factors             what each axis splits: a number into the factors of the rule, -1 for nothing
+    factors             the factor that each axis splits, by its number in the rule; -1 for none
     operands, results   the code of each tensor's layout
-    devices             how many devices share the work
-    parts               into how many parts the work is cut; where a slice is short, fewer than there are devices
+    devices             the number of devices that share the work
+    parts               the number of parts of the work; fewer than the devices if a slice is short
     """
 
     factors: Codes
@@ -86,7 +86,7 @@ class _Rows:
     parts: Floats
 
     def take(self, keep: Mask) -> _Rows:
-        """Those in `keep`."""
+        """The rows in `keep`."""
         operands, results = (tuple(codes[keep] for codes in side) for side in (self.operands, self.results))
         return _Rows(self.factors[keep], operands, results, self.devices[keep], self.parts[keep])
 
@@ -97,7 +97,7 @@ class _Rows:
 
 
 def operator_options(call: OperatorCall, settings: Settings) -> Options:
-    """All options of an operator that divide evenly, less those that the settings leave out."""
+    """All options of an operator that divide evenly, or unevenly if its rule allows, minus those settings exclude."""
     rule, choices = call.rule, _on_one_axis(call)
     if rule is None:
         rule = Rule(tuple(() for _ in call.operands), tuple(() for _ in call.results), {})
@@ -123,11 +123,11 @@ def operator_options(call: OperatorCall, settings: Settings) -> Options:
     )
 
 
-# -- which there are
+# -- all options
 
 
 def _on_one_axis(call: OperatorCall) -> tuple[AxisOption, ...]:
-    """What the operator may do on one axis."""
+    """The options of the operator on one axis."""
     if call.rule is None:
         operands, results = len(call.operands), len(call.results)
         options = tuple(AxisOption(None, (p,) * operands, (p,) * results) for p in (REPLICATE, BROADCAST))
@@ -137,7 +137,7 @@ def _on_one_axis(call: OperatorCall) -> tuple[AxisOption, ...]:
 
 
 def _exists(option: AxisOption, call: OperatorCall) -> bool:
-    """Whether the tensors of an operator can be placed so. Addends of constants alone would be work done twice."""
+    """Whether the tensors of an operator can have these placements. Addends of constants alone would double work."""
     addends = [c for c, p in zip(call.constant, option.operands, strict=True) if isinstance(p, Partial)]
     if addends and all(addends):
         return False
@@ -146,7 +146,7 @@ def _exists(option: AxisOption, call: OperatorCall) -> bool:
 
 
 def _every(call: OperatorCall, rule: Rule, choices: tuple[AxisOption, ...], settings: Settings) -> tuple[_Rows, Mask]:
-    """One of `choices` on every axis, and for which of these rows every tensor and factor has enough elements."""
+    """All rows with one of `choices` on every axis, and whether in each every tensor and factor has enough elements."""
     picks = digits_of(len(choices), len(settings.mesh.axes))
     sizes = np.array(settings.mesh.sizes)
     exist = np.ones(len(picks), dtype=bool)
@@ -181,12 +181,11 @@ def _codes_of(table: ConversionTable | None, placements: list[Placement], picks:
     return codes
 
 
-# -- which the settings leave
+# -- options that the settings leave
 
 
 def _preferred(call: OperatorCall, rule: Rule, rows: _Rows, keep: Mask, settings: Settings) -> Mask:
-    """Of the rows in `keep`, those that the settings leave: aligned slices, the batch by default, even use of the
-    devices."""
+    """The rows in `keep` that the settings leave: aligned slices, the batch by default, full use of the devices."""
     if rule.flops and settings.slice_align > 1:
         aligned = keep & _aligned(call, rows, settings.slice_align)
         keep = aligned if aligned.any() else keep
@@ -210,29 +209,29 @@ def _aligned(call: OperatorCall, rows: _Rows, multiple: int) -> Mask:
 
 
 def _most(keep: Mask, score: Any) -> Mask:
-    """Of the rows in `keep` those with the highest score."""
+    """The rows in `keep` with the highest score."""
     best: Mask = keep & (score == score[keep].max()) if keep.any() else keep
     return best
 
 
 def cheapest(options: Options, count: int | None) -> Options:
-    """The options that `keep_cheapest` leaves; of those that cost the same the first."""
+    """The options that `keep_cheapest` leaves, the first ones among equals."""
     if count is None or len(options) <= count:
         return options
     return options.take(np.sort(np.argsort(options.unary, kind="stable")[:count]))
 
 
-# -- what they cost
+# -- costs
 
 
 def _work(
     call: OperatorCall, rule: Rule, rows: _Rows, settings: Settings
 ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Of every row the seconds and the flops of the operator on one device, forward and backward, the bytes of its
-    results that are kept at most, the seconds of one more forward, and the bytes that its results take up.
+    """For every row: the seconds and the flops of the operator on one device, forward and backward, the most bytes of
+    its results that are kept, the seconds of one more forward, and the bytes of its results.
 
     The backward of a contraction computes a product for each operand that needs a gradient; that of another operator
-    reads and writes as much as the forward does."""
+    takes BACKWARD_FACTOR forwards, unless it was measured."""
     nothing = np.zeros(len(rows.parts))
     if call.view:
         return nothing, nothing, nothing, nothing, nothing
@@ -245,7 +244,7 @@ def _work(
     flops = rule.flops / rows.parts
     again, backward = _seconds(call, rule, rows, flops, moved, results, settings)
     made = results
-    if call.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
+    if call.recomputed:  # but a sum of addends is kept, so that its collective runs once
         results = results * _has_addends(call, rows)
     held = results if call.differentiated else nothing
     return again + backward, (1.0 + passes) * flops, held, again, made
@@ -254,7 +253,7 @@ def _work(
 def _seconds(
     call: OperatorCall, rule: Rule, rows: _Rows, flops: Floats, moved: Floats, results: Floats, settings: Settings
 ) -> tuple[Floats, Floats]:
-    """Of every row the seconds of a forward, and of the backward with what it computes again."""
+    """For every row, the seconds of a forward, and of the backward with its recomputation."""
     profile, rates = settings.profile, call.rates
     if rates is None:
         again = operator_seconds(flops, moved, call.dtype, profile)
@@ -273,25 +272,25 @@ def _seconds(
 
 
 def _backward_passes(call: OperatorCall, rule: Rule) -> float:
-    """How often the backward does as much work as the forward."""
+    """The work of the backward in units of the forward."""
     passes = float(_products(call, rule)) if rule.flops else BACKWARD_FACTOR
     return passes + (1.0 if call.recomputed else 0.0)
 
 
 def _products(call: OperatorCall, rule: Rule) -> int:
-    """How many operands of a contraction have a gradient, for each of which its backward computes a product."""
+    """The number of operands of a contraction with a gradient; its backward computes a product for each."""
     return max(sum(reached and i not in rule.additive for i, reached in enumerate(call.reached)), 1)
 
 
 def _has_addends(call: OperatorCall, rows: _Rows) -> Any:
-    """Of every row whether a result of it is Partial on some axis."""
+    """Whether a result is Partial on some axis, for every row."""
     placed = [(t, t.digits[codes]) for t, codes in _tensors(call.results, rows.results) if t.partial]
     return sum(((digits == len(t.states) - 1).any(axis=1) for t, digits in placed), np.False_)
 
 
 def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, settings: Settings) -> Floats:
-    """What the operator's own collectives cost under every row, forward and backward: those that make windows of its
-    operands, and those of its local form. `seconds`: how long it computes."""
+    """The cost of the operator's own collectives under every row, forward and backward: those that make windows of its
+    operands, and those of its local form. `seconds`: its computation."""
     mesh, weights, cost = settings.mesh, settings.weights, np.zeros(len(rows.factors))
     names, tables = tuple(rule.sizes), (*call.operands, *call.results)
     codes = (*rows.operands, *rows.results)
@@ -314,7 +313,7 @@ def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, set
                 payload = payload_of_whole(kind, hop.source, hop.target, whole, size, phase == "forward")
                 cost[alike] += weights.latency * waiting + weights.wire * per_byte * payload
                 moving += per_byte * payload
-            if isinstance(owner, Exchange) and owner.beside:  # of n blocks of work the last has nothing beside it
+            if isinstance(owner, Exchange) and owner.beside:  # the last of n blocks of work overlaps with nothing
                 cost[alike] -= weights.wire * np.minimum(moving, (1 - 1 / size) * seconds[alike])
     return cost
 

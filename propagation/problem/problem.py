@@ -16,7 +16,7 @@ option of a vertex fixes the layouts of its operands and results; an edge prices
 producer's and the consumer's layout of one tensor, forward and backward. Annotations remove options.
 
 Values that depend on no parameter and no input of the call (masks, rotary tables, constants) have no vertex:
-every rank has them whole, and cutting a part costs nothing, so they tie nothing together.
+every rank has them whole and cuts its part at no cost, so they couple nothing.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from ..rules.rule import Rule
 from ..rules.tensors.reductions import MAXIMA
 
 _SHOWN = 6  # strategies of an operator that are printed
-AMONG = " among the strategies that enable_algo_approxi leaves"  # what the bound of an approximate problem holds for
-Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
+AMONG = " among the strategies that enable_algo_approxi leaves"  # the scope of the bound of an approximate problem
+Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, the user's text)
 
 
 class Recompute(Choice):
-    """What the backward may compute again in place of keeping it."""
+    """Which values the backward may compute again instead of keeping them."""
 
     AUTO = "auto"
     NONE = "none"
@@ -61,7 +61,7 @@ class Recompute(Choice):
 
 
 class Fallback(Choice):
-    """What to do with an operator that has no rule."""
+    """The treatment of an operator without a rule."""
 
     WARN = "warn"
     ERROR = "error"
@@ -69,23 +69,23 @@ class Fallback(Choice):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a search needs to know beside the graph and the annotations.
+    """The inputs of a search beside the graph and the annotations.
 
     fully_use_devices   an operator that does matrix products or convolutions uses all devices where it can
-    stay_split          what is split stays split: no operator's operands or results are gathered or exchanged
+    stay_split          splits stay: no operator's operands or results are gathered or exchanged
     batch_by_default    operators next to no annotation split their leading dim (semi_auto_parallel)
-    elementwise_follow  no conversion follows an elementwise operator: it has the layout that its consumer takes, or the
-                        hub of its consumers
-    keep_cheapest       how many options of an operator are kept, those that cost least by themselves; None: all
+    elementwise_follow  no conversion follows an elementwise operator: its layout is that of its consumer, or of the hub
+                        of its consumers
+    keep_cheapest       the number of an operator's options that are kept, the cheapest by themselves; None: all
     slice_align         contractions keep slices of the last dim to multiples of this (1: no limit)
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
-    optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
+    optimizer_states    copies of each parameter that the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold at a time; None: any number
-    recompute           what the backward may compute again
-    regather            whether the backward gathers again what the forward gathered of weights; None: as is best
-    short               sizes of dims that may be split over more devices than they have elements, as a person did
-    rules               the rows that people gave to operators
+    recompute           which values the backward may compute again
+    regather            whether the backward gathers weights again that the forward gathered; None: whichever is cheaper
+    short               sizes of dims that may be split over more devices than they have elements, as an annotation does
+    rules               the rows that users gave for operators
     grouped             collectives of parameters are sent in groups, which wait once: each by itself waits for nothing
     """
 
@@ -123,13 +123,13 @@ class Options:
     """The options of a vertex as columns of numbers, one row each; vertices of the same structure share them.
 
     operands, results   the code of each tensor's layout, in the ConversionTable of that tensor
-    factors             what each axis splits: a number into `names`, -1 for nothing
+    factors             the factor that each axis splits, by its number in `names`; -1 for none
     unary               the cost of the option by itself
     seconds, flops      of the operator on one device, forward and backward
-    held                bytes on one device: what stays for the backward; of an input, itself
+    held                bytes on one device that stay for the backward; for an input, its own
     memory              bytes that count against the memory limit
     again               seconds of the operator's forward by itself
-    made                bytes on one device that its results take up; a view takes none
+    made                bytes of its results on one device; 0 for a view
     """
 
     tables: tuple[tuple[ConversionTable | None, ...], tuple[ConversionTable | None, ...]] = field(repr=False)
@@ -189,8 +189,8 @@ class Options:
         )  # fmt: skip
 
     def states(self) -> Iterator[tuple[Codes, int]]:
-        """For each operand and result its states, one row per option and one column per axis, and which of them is
-        whole on every rank."""
+        """For each operand and result its states, one row per option and one column per axis, and the number of the
+        state that is whole on every rank."""
         for table, codes in zip((*self.tables[0], *self.tables[1]), (*self.operands, *self.results), strict=True):
             if table:
                 yield table.digits[codes], table.states.index(REPLICATE)
@@ -199,7 +199,7 @@ class Options:
 
 
 class VertexKind(StrEnum):
-    """What a vertex stands for."""
+    """The kinds of vertices."""
 
     INPUT = "input"
     OPERATOR = "operator"
@@ -254,18 +254,18 @@ class Edge:
     def matrix(self, vertices: tuple[Vertex, ...]) -> Floats:
         """The conversion costs [option of the producer, option of the consumer]."""
         rows, columns = self.codes(vertices)
-        different, places = np.unique(rows, return_inverse=True)  # only rows that are asked for are ever computed
+        different, places = np.unique(rows, return_inverse=True)  # each different row is computed once
         costs: Floats = self.table.rows(different.tolist())[:, columns][places]
         return costs
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What the cost of a conversion depends on beside shape and dtype, for all tensors of a graph.
+    """Facts about the tensors of a graph that the costs of conversions depend on, beside shape and dtype.
 
     flows            values that a gradient reaches
     differentiable   values that may have a gradient
-    weights          parameters, and what is made of them alone, that the backward reads
+    weights          parameters, and values made from them alone, that the backward reads
     parameters       the inputs that are parameters
     """
 
@@ -275,10 +275,10 @@ class TensorFacts:
     parameters: frozenset[fx.Node] = frozenset()
 
     def table(self, v: Value, settings: Settings, *, output: bool = False) -> ConversionTable:
-        """The costs of converting the tensor `v`; `output`: into the layout that an output has.
+        """The costs of converting the tensor `v`; `output`: into the layout of an output.
 
-        Outputs, and parameters that the parallel optimizer keeps in parts, may be gathered even where the settings
-        say that what is split stays split.
+        Outputs, and parameters that the parallel optimizer keeps in parts, may be gathered even if the settings keep
+        splits (`stay_split`).
         """
         tensor = tensor_of(v)
         in_parts = settings.shard_parameters is not None and v.node in self.parameters
@@ -299,8 +299,8 @@ class TensorFacts:
         )
 
     def _partial_of(self, v: Value) -> str | None:
-        """How parts of `v` under Partial make its value: None where there are none, "max" for a maximum without a
-        gradient (Partial(max) has no dual)."""
+        """The reduction of `v` under Partial: None if there is no Partial, "max" for a maximum without a gradient
+        (Partial(max) has no dual)."""
         if tensor_of(v).dtype is torch.bool:
             return None
         return "max" if v.node.target in MAXIMA and v not in self.differentiable else "sum"
@@ -311,11 +311,11 @@ class SearchProblem:
     """All choices of one graph on one mesh.
 
     constants     nodes that depend on no parameter and no input of the call, which have no vertex
-    unknown       the names of operators that have no rule
+    unknown       the names of operators without a rule
     allowed       the layouts that annotations allow, as `formulate` took them
     as_it_lies    the outputs that may stay split, as `formulate` took them
     approximate   `keep_cheapest` left options out
-    beside        bytes that the step holds while each vertex runs beside what the search counts, as far as is known
+    beside        known bytes that the step holds while each vertex runs, beside those that the search counts
     """
 
     graph: Graph
@@ -331,7 +331,7 @@ class SearchProblem:
     beside: Floats | None = field(default=None, repr=False)
 
     def table(self, v: Value, *, output: bool = False) -> ConversionTable:
-        """The costs of converting the tensor `v`; `output`: into the layout that an output has."""
+        """The costs of converting the tensor `v`; `output`: into the layout of an output."""
         return self.tensors.table(v, self.settings, output=output)
 
     def cost(self, choice: tuple[int, ...]) -> float:
@@ -347,7 +347,7 @@ class SearchProblem:
 
 
 def _lines(problem: SearchProblem) -> Iterator[str]:
-    """The strategies that each operator may have, those that cost least by themselves first."""
+    """The possible strategies of each operator, the cheapest by themselves first."""
     vertices = [v for v in problem.vertices if v.kind is not VertexKind.HUB]
     strategies = counted(sum(len(v.options) for v in vertices), "strategy", "strategies")
     yield f"{counted(len(vertices), 'choice')} to make, of {strategies}"

@@ -1,4 +1,4 @@
-"""Which parameters the backward reads, so that what is gathered of them is kept, or gathered again.
+"""The parameters that the backward reads: what was gathered of them is kept, or gathered again.
 
 Of three operators, embedding(table, ids), linear(x, w, b) and y + e, the backward reads w, for the gradient of x. It
 reads none of table, b and e, which only take a gradient.
@@ -19,8 +19,8 @@ from ..rules.table import rule_of
 
 
 def weights_read(graph: Graph, flows: frozenset[Value], recomputed: frozenset[fx.Node], own: Rows) -> frozenset[Value]:
-    """The parameters, and what is made of them by `rearranges` alone, that the backward reads. (A bias or a table of
-    embeddings only takes a gradient.) What is computed again (`recomputed`) reads all its operands again."""
+    """The parameters, and values made from them by `rearranges` alone, that the backward reads. (A bias or a table of
+    embeddings only gets a gradient.) Operators in `recomputed` read all their operands again."""
     weights = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
     users = []
     for node in graph.nodes:
@@ -41,10 +41,10 @@ def weights_read(graph: Graph, flows: frozenset[Value], recomputed: frozenset[fx
 
 
 def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]:
-    """Whether the backward of `node` reads operand i: unless it is linear in it, and with it in all operands to which
-    a gradient goes (`flows`)."""
+    """Whether the backward of `node` reads operand i: not if it is linear in it, jointly with all operands to which a
+    gradient goes (`flows`)."""
     rule = rule_of(node, own)
-    # `convolution_backward` wants all for its sizes
+    # `convolution_backward` takes all operands for their sizes
     takes_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
 
     def reads(i: int) -> bool:

@@ -1,8 +1,8 @@
 """Gradients of several backwards with one reduction at the end.
 
-A parameter's gradient ends, in the backward, with the collectives that bring it where the parameter lies, and perhaps
-with what scales or casts the result. All of that is linear, so it can wait: a micro-batch keeps what its rank has, and
-the last one adds that to its own before its collectives run, as early as ever.
+In the backward, a parameter's gradient ends with the collectives that bring it into the parameter's layout, and perhaps
+with operators that scale or cast the result. All of these are linear, so they can wait: a micro-batch keeps its rank's
+addends, and the last one adds them to its own before its collectives run, as early as ever.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SCALES_OR_CASTS = (torch.ops.aten.mul.Scalar, torch.ops.aten._to_copy.default)
 class Accumulation:
     """The backwards of a Step whose reductions wait.
 
-    inputs   which inputs of the program have gradients that wait
-    early    (saved..., tangents...) -> gradients; of `inputs` the addends of this rank
+    inputs   the inputs of the program whose gradients wait
+    early    (saved..., tangents...) -> gradients; for `inputs` the addends of this rank
     last     (saved..., tangents..., addends...) -> gradients
-    rest     the Step of which only the backward is run: (addends...) -> their gradients
+    rest     a Step of which only the backward runs: (addends...) -> their gradients
     """
 
     inputs: tuple[int, ...]
@@ -101,7 +101,7 @@ def _rest(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]
 
 
 def _reduction(gradient: Any, gradients: tuple[Any, ...]) -> fx.Node | None:
-    """The first of the collectives with which `gradient` ends, if nothing else reads what comes after."""
+    """The first of the collectives that `gradient` ends with, if nothing else reads their results."""
     node, first = gradient, None
     while isinstance(node, fx.Node) and len(node.users) == 1 and gradients.count(gradient) == 1:
         if node.target is convert:
@@ -119,12 +119,12 @@ def _copy(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def _more_inputs(graph: fx.Graph, like: list[fx.Node]) -> list[fx.Node]:
-    """More inputs of `graph`, after those it has, each like a node but contiguous."""
+    """New inputs at the end of those of `graph`, each like a node but contiguous."""
     inputs = list(graph.find_nodes(op="placeholder"))[-1:]
     for operand in like:
         with graph.inserting_after(inputs[-1]):
             node = graph.placeholder("addend")
-        node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
+        node.target = node.name  # an argument of the graph's function, so it must be unique too
         node.meta["val"] = operand.meta["val"].new_empty(operand.meta["val"].shape)
         inputs.append(node)
     return inputs[1:]

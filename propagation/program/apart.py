@@ -1,8 +1,8 @@
-"""Backwards of a Step's outputs one after another: what the backward of some of them is, and which outputs share none
-of what the backward needs.
+"""Backwards of a Step's outputs one after another: the backward of some outputs, and the outputs whose backwards share
+nothing.
 
-PyTorch has a node for each operator, so that who asks for the gradient of one output runs, and frees, only what leads
-to it. A Step is one node for them all, and does the same by having a backward of each set of outputs that is asked for.
+PyTorch has a node for each operator, so that a gradient of one output runs, and frees, only the operators that lead to
+it. A Step is one node for them all, and does the same with a backward for each set of outputs that is asked for.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .step import Step, calls_of, is_port, returned_by
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
 _KEEPS_NOTHING = (*_SUMS, _aten.neg.default, _aten.add.Scalar, _aten.sub.Scalar, convert)
-_OF_NO_VALUES = ("ones_like", "full_like", "new_ones", "new_full")  # read a tensor's shape
+_OF_NO_VALUES = ("ones_like", "full_like", "new_ones", "new_full")  # read only a tensor's shape
 
 
 def of_outputs(step: Step, asked: Sequence[bool]) -> Step:
-    """`step` with the backward of the outputs marked in `asked`, which are some of those that it differentiates. It
-    takes the same saved values; an input on which no output asked for depends has no gradient."""
+    """`step` with the backward of the outputs marked in `asked`, some of those that it differentiates. It takes the
+    same saved values; an input on which none of these outputs depends has no gradient."""
     assert step.backward is not None
     source, graph = step.backward.graph, fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    zero: set[fx.Node] = set()  # of what is linear in the tangents, all that is zero
+    zero: set[fx.Node] = set()  # the values linear in the tangents that are zero
     linear: set[fx.Node] = set()
     placeholders = source.find_nodes(op="placeholder")
     tangents = placeholders[len(placeholders) - sum(step.wanted) :]
@@ -71,8 +71,8 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def entangled(program: LocalProgram) -> list[set[int]]:
-    """For each output the outputs, itself among them, of which the backward needs what its own needs: they share an
-    operator that keeps something for it. (A sum keeps nothing, nor does what rearranges.)"""
+    """For each output, the outputs, including itself, whose backwards share saved tensors with its own: both depend on
+    an operator that keeps something for it. (A sum keeps nothing, nor does an operator that rearranges.)"""
     graph = program.module.graph
     placeholders = graph.find_nodes(op="placeholder")
     needs = {n for n, placed in zip(placeholders, program.inputs, strict=True) if placed.port.requires_grad}

@@ -1,4 +1,4 @@
-"""The collectives that a program runs: what each carries, what it costs, and what it is there for."""
+"""The collectives of a program: the bytes, the cost and the cause of each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PHASES = ("forward", "backward")
 class Collective:
     """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
 
-    payload_bytes   those that `propagation/ops/kinds.py` says for the kind
-    wire_bytes      what one rank sends
+    payload_bytes   as defined for the kind in `propagation/ops/kinds.py`
+    wire_bytes      sent by one rank
     predicted_time  seconds, by the device profile
-    where, path     the operator that wanted the conversion, and the module it is in
+    where, path     the operator that required the conversion, and the module it is in
     """
 
     kind: Kind
@@ -43,7 +43,7 @@ class Collective:
 
     @property
     def cost(self) -> str:
-        """What each rank sends, and how long it is predicted to take."""
+        """The bytes that each rank sends, and the predicted time."""
         return f"{self.group_size} ranks send {human(self.wire_bytes)} each, {lasting(self.predicted_time)}"
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
 
 
 def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
-    """What `program` runs, the forward's collectives first."""
+    """The collectives of `program`, those of the forward first."""
     conversions = program.conversions
     conversions += tuple(replace(c, again=True) for c in conversions if c.repeated)
     every = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)

@@ -1,8 +1,8 @@
-"""The gradients of a program as a program of its own, so that they can be differentiated again, as often as one likes.
+"""The gradients of a program as a program of its own, so that they can be differentiated again, any number of times.
 
-It computes the forward once more, and the backward after it: inputs, tangents -> outputs, gradients. To differentiate
-that is what `differentiate` does to any program. The outputs are among the results so that random numbers are drawn in
-the order of the forward, whether a gradient needs them or not.
+It computes the forward once more, then the backward: inputs, tangents -> outputs, gradients. `differentiate`
+differentiates it like any program. The outputs are among the results so that random numbers are drawn in the order of
+the forward, whether a gradient needs them or not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNKNOWN = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 
 
 def differentiate_again(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
-    """The Step of `program` when the outputs marked in `wanted` are differentiated more than once. Raises
+    """The Step of `program` if the outputs marked in `wanted` are differentiated more than once. Raises
     RuntimeStateError for an operator whose gradient PyTorch cannot differentiate."""
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
@@ -62,8 +62,8 @@ def _refused(what: str) -> str:
 
 
 def written_out(program: LocalProgram) -> LocalProgram:
-    """`program` with the operators of Partway's own in PyTorch's operators, of which every gradient has a gradient, and
-    with constants that stay constant. Raises RuntimeStateError where a gradient is not that of the program alone."""
+    """`program` with Partway's own operators written in PyTorch's, whose gradients all have gradients, and with
+    constants that stay constant. Raises RuntimeStateError if a gradient does not depend on the program alone."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.module.graph, {}))
     for node in calls_of(graph):
@@ -80,8 +80,8 @@ def written_out(program: LocalProgram) -> LocalProgram:
 
 
 def gradient_program(step: Step) -> LocalProgram:
-    """The program of the gradients of `step`: from its inputs and the tangents of the outputs that it differentiates to
-    its outputs and to the gradients that there are, in the order of its inputs."""
+    """The program of the gradients of `step`: from its inputs and the tangents of its differentiated outputs to its
+    outputs and the existing gradients, in the order of its inputs."""
     assert step.backward is not None
     program, graph = step.program, fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -95,10 +95,10 @@ def gradient_program(step: Step) -> LocalProgram:
     ends: list[Any] = []
     for source in (step.forward.graph, step.backward.graph):
         for node in calls_of(source):
-            if node.target is aten.detach.default:  # what autograd keeps: a gradient passes
+            if node.target is aten.detach.default:  # a value that autograd saves: gradients pass through it
                 env[node] = env[node.all_input_nodes[0]]
                 continue
-            if _is_observed(node):  # a hook has seen it in the forward
+            if _is_observed(node):  # its hook ran in the forward
                 values, index = cast(Any, node.args)
                 env[node] = env[values.args[0][index]]
                 continue
@@ -145,12 +145,12 @@ def _is_observed(node: fx.Node) -> bool:
 
 
 def _has_no_derivative(node: fx.Node) -> bool:
-    """Whether `node` is an operator of Partway's own without a derivative."""
+    """Whether `node` calls one of Partway's own operators without a derivative."""
     return operator_name(node).startswith("partway.") and node.target not in differentiable
 
 
 def _placed(of: PlacedPort, role: Role) -> PlacedPort:
-    """The gradient of an input or an output, as what comes out of a program or goes into it."""
+    """The gradient of an input or an output as an output or an input of a program."""
     placed = layout(of.layout.mesh, tuple(map(adjoint, of.layout.placements)))
     return PlacedPort(
         Port(of.port.node, role, f"the gradient of {of.port.name}", requires_grad=True), of.shape, of.dtype, placed

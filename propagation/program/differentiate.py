@@ -2,9 +2,9 @@
 
 Autograd itself writes the backward. The program is cut into pieces, of which a deep model has few different ones
 (segments.py). Each different piece runs once on fake tensors under `make_fx`, forward and
-`torch.autograd.grad`, and its graph is cut where the tangents come in. What the backward needs of the forward is
-saved, as autograd would. The forward is then the forwards of the pieces in their order; the backward is their
-backwards from the last to the first, and gradients of a value that several pieces read are added up in this order.
+`torch.autograd.grad`, and its graph is cut where the tangents come in. The backward saves the same values of the
+forward as autograd would. The forward is the forwards of the pieces in their order; the backward is their
+backwards from the last to the first, and gradients of a value that several pieces read are summed in this order.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by, undo_views
 
 _add = torch.ops.aten.add.Tensor
-# what keeps less where no gradients are recorded
+# operators that keep less if no gradients are recorded, and their replacements
 _RECORDING: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer}
-# Where recurrent layers are kernels that look for their weights in one piece of memory, which no traced value has.
+# Devices whose kernels of recurrent layers look for the weights in one piece of memory, which no traced value has.
 _BY_STEPS = ("cuda",)
 _FILLS = (torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor)  # of the dtype that they write to
 T = TypeVar("T")
-_Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
+_Renumbered = Mapping[int, int] | Sequence[int]  # from the tag or the region of a node to that of its copy
 
 
 def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool = False) -> Step:
-    """The Step of `program` when the outputs marked in `wanted` are differentiated; `again`: by operators whose
+    """The Step of `program` if the outputs marked in `wanted` are differentiated; `again`: by operators whose
     gradients have gradients, as autograd does with create_graph=True."""
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
         return Step(program, program.module, None, wanted, (False,) * len(needed))
     graph = program.module.graph
     device = program.inputs[0].port.node.meta["val"].device
-    quietly = torch.autograd.set_detect_anomaly(False)  # which would read the values of fake tensors
+    quietly = torch.autograd.set_detect_anomaly(False)  # anomaly detection would read the values of fake tensors
     with FakeTensorMode(), torch.enable_grad(), compiled_when_run(), quietly:
         inputs = {
             node: Like.whole(placed.local_shape, placed.dtype, device, needs)
@@ -76,11 +76,11 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool =
 
 @dataclass(frozen=True)
 class _Derivative:
-    """What is traced of a piece. The tag of a conversion is its position among those of the piece.
+    """The traced graphs of a piece. The tag of a conversion is its position among those of the piece.
 
     forward     inputs -> (outputs..., saved...)
     backward    (saved..., tangents of the outputs that have one...) -> a gradient or None for each input
-    gradients   what the gradients are like
+    gradients   the likeness of each gradient; None: there is none
     constants   the tensors that the graphs have as attributes
     """
 
@@ -93,7 +93,7 @@ class _Derivative:
 def _derivatives(
     pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]], again: bool
 ) -> list[_Derivative]:
-    """The derivative of each piece. Pieces with equal keys, to whose outputs equal tangents come, have one."""
+    """The derivative of each piece. Pieces with equal keys and equal tangents of their outputs share one."""
     known: dict[Hashable, _Derivative] = {}
     chosen: dict[int, _Derivative] = {}
 
@@ -121,7 +121,7 @@ def _flow(
 ) -> dict[fx.Node, T]:
     """The gradients of the values of a program, from those of its outputs: the pieces from the last to the first.
 
-    `backward(i, ...)` says the gradients of the inputs of piece i, given those of its outputs (None: there is none).
+    `backward(i, ...)` returns the gradients of the inputs of piece i, given those of its outputs (None: there is none).
     """
     gradients: dict[fx.Node, T] = {}
 
@@ -140,7 +140,7 @@ def _flow(
 
 
 def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, again: bool) -> _Derivative:
-    """Trace `piece` and its backward for `tangents` of its outputs; `suffix`: what makes names of constants its own."""
+    """Trace `piece` and its backward for `tangents` of its outputs; `suffix` makes names of its constants unique."""
     inputs = [like.empty() for like in piece.likes]
     given = [tangent.empty().requires_grad_(again) for tangent in tangents if tangent is not None]
     module = _as_module(piece)
@@ -158,7 +158,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, agai
             grad = functools.partial(torch.autograd.grad, create_graph=again, allow_unused=True)
             computed = iter(grad(chosen, leaves, cotangents) if chosen else ())
         gradients = [next(computed, None) if needs else None for needs in needed]
-        # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
+        # these are the tangents for which the piece before is traced, and a Like makes no lazy tensor
         return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
 
     try:
@@ -171,13 +171,13 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, agai
             f"{str(error).splitlines()[0]}. Compute it outside the sharded function, or of what needs no gradient"
         ) from error
     _out_of_place(traced.graph, _views_in_place)
-    if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
+    if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, such as that of rfft
         with torch.no_grad():
             traced = make_fx(torch.func.functionalize(functools.partial(_again, traced)))(*inputs, *given)
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
-    # such a program has a form on disk, and the runtime finds what may be overwritten
+    # an out-of-place program has a form on disk, and the runtime finds what may be overwritten
     _out_of_place(traced.graph, _computes_in_place)
     if not again:
         _replicate_broadcasts(traced.graph, len(inputs))
@@ -197,14 +197,14 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, agai
 
 
 def _again(module: fx.GraphModule, *inputs: torch.Tensor) -> tuple[Any, ...]:
-    """The outputs of `module`, which was traced before. What is traced of a node keeps what the node notes."""
+    """The outputs of `module`, a traced graph. Nodes traced from its nodes keep the meta data of these."""
     with tracing() as run:
         return run(module, *inputs)
 
 
 def _as_module(piece: Piece) -> fx.GraphModule:
-    """`piece` by itself, with the positions of its conversions for tags, those of its regions for regions, and those of
-    its nodes noted."""
+    """`piece` by itself, with positions in it as the tags of its conversions and as its regions, and with the positions
+    of its nodes noted."""
     graph = fx.Graph()
     env = {node: graph.placeholder(node.name) for node in piece.inputs}
     positions = {tag: i for i, tag in enumerate(piece.tags)}
@@ -217,8 +217,8 @@ def _as_module(piece: Piece) -> fx.GraphModule:
 def _copy(
     nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: _Renumbered, regions: _Renumbered
 ) -> None:
-    """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`, each node of
-    region r as one of `regions[r]`. `env` says what stands there for a node, and learns of the copies."""
+    """Append copies of `nodes` to `graph`, with `tags[t]` for the tag t of a conversion and `regions[r]` for the region
+    r of a node. `env` maps nodes to their copies in `graph`, and gets the new ones."""
     for node in nodes:
         if node.target is convert:
             x, *how, tag = node.args
@@ -233,8 +233,8 @@ def _copy(
 
 
 def _overwrites(node: fx.Node) -> bool:
-    """Whether `node` writes to a tensor that something else reads. (Filling a fresh tensor is how make_fx shows
-    `bernoulli`; only the result is read then.)"""
+    """Whether `node` writes to a tensor that something else reads. (make_fx shows `bernoulli` as filling a fresh tensor
+    whose result alone is read.)"""
     if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return False
     written = node.args[0]
@@ -244,15 +244,15 @@ def _overwrites(node: fx.Node) -> bool:
 
 
 def _views_in_place(node: fx.Node) -> bool:
-    """Whether an operator makes a view in place, as the product of a vector and a matrix squeezes its result: what
-    reads the tensor before reads its sizes as they were, and it may run again in the backward."""
+    """Whether an operator makes a view in place, as the product of a vector and a matrix squeezes its result: earlier
+    readers of the tensor read its former sizes, and the operator may run again in the backward."""
     op: Any = node.target
     return torch.Tag.inplace_view in op.tags
 
 
 def _computes_in_place(node: fx.Node) -> bool:
-    """Whether an operator computes in place what it would compute out of place, as RMSNorm adds its eps and the
-    gradient of a maximum is zero elsewhere."""
+    """Whether an operator computes in place what it could compute out of place, as RMSNorm adds its eps and the
+    gradient of a maximum is zeroed elsewhere."""
     op: Any = node.target
     if op in _FILLS:
         return True
@@ -262,7 +262,7 @@ def _computes_in_place(node: fx.Node) -> bool:
 
 
 def _out_of_place(graph: fx.Graph, chosen: Callable[[fx.Node], bool]) -> None:
-    """Make something new of what the `chosen` operators do in place."""
+    """Replace the `chosen` in-place operators by their out-of-place forms."""
     for node in calls_of(graph):
         if isinstance(node.target, OpOverload) and chosen(node):
             namespace, name = schema_of(node.target).name.split("::")
@@ -277,7 +277,7 @@ def _taken_by(op: OpOverload) -> list[tuple[str, str]]:
 
 
 def _late(joint: fx.Graph, inputs: int) -> set[fx.Node]:
-    """What depends on a tangent, in a joint graph with `inputs` inputs before the tangents."""
+    """The nodes that depend on a tangent, in a joint graph with `inputs` inputs before the tangents."""
     late = set(joint.find_nodes(op="placeholder")[inputs:])
     for node in calls_of(joint):
         if any(operand in late for operand in node.all_input_nodes):
@@ -286,8 +286,8 @@ def _late(joint: fx.Graph, inputs: int) -> set[fx.Node]:
 
 
 def _replicate_broadcasts(joint: fx.Graph, inputs: int) -> None:
-    """Let gradients that every rank has be replicated, as no gradient of theirs will be an addend: a conversion that
-    only said so goes."""
+    """Replace Broadcast by Replicate in the backward, since no gradient of these gradients will be an addend, and
+    remove conversions that this leaves without effect."""
     for node in _late(joint, inputs):
         if node.target is convert:
             x, *codes = node.args[:3]
@@ -299,7 +299,7 @@ def _replicate_broadcasts(joint: fx.Graph, inputs: int) -> None:
 
 
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
-    """Split a joint graph: what depends on a tangent is backward, the rest is forward."""
+    """Split a joint graph: nodes that depend on a tangent are backward, the rest is forward."""
     joint.eliminate_dead_code(is_impure_node=is_port)
     placeholders = joint.find_nodes(op="placeholder")
     returned = returned_by(joint)
@@ -362,7 +362,7 @@ def _stitched(
     backward.eliminate_dead_code(is_impure_node=is_port)
     merge_gradients(backward)
     for node, placeholder in list(kept.items()):
-        if not placeholder.users:  # what was computed of it is a gradient that nobody asked for
+        if not placeholder.users:  # only an unwanted gradient was computed from it
             backward.erase_node(kept.pop(node))
     forward.output((*(values[node] for node in returned_by(program)), *kept))
     undo_views(forward)
@@ -372,7 +372,7 @@ def _stitched(
 
 
 def _check_alike(outputs: Sequence[fx.Node], traced: Sequence[fx.Node], likes: Mapping[fx.Node, Any]) -> None:
-    """Raise VerifyError unless what was traced of a piece lies in memory as the pieces that read it were told."""
+    """Raise VerifyError unless the traced results of a piece have the strides that their readers were traced with."""
     for node, value in zip(outputs, traced, strict=False):
         if value.meta["val"].layout is torch.strided and value.meta["val"].stride() != likes[node].stride:
             raise VerifyError(
@@ -382,8 +382,8 @@ def _check_alike(outputs: Sequence[fx.Node], traced: Sequence[fx.Node], likes: M
 
 
 def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piece: Piece) -> dict[fx.Node, fx.Node]:
-    """Write the calls of `source`, traced of a piece like `piece`, to the end of `target`, with `starts` for its
-    inputs: what stands for what."""
+    """Append the calls of `source`, traced from a piece like `piece`, to `target`, with `starts` for its inputs; return
+    the copy of each node."""
     env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
     calls = calls_of(source)
     _copy(calls, target, env, piece.tags, piece.regions)
@@ -395,6 +395,6 @@ def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piec
 
 def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
     node = graph.placeholder(name)
-    node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
+    node.target = node.name  # an argument of the graph's function, so it must be unique too
     node.meta["val"] = value
     return node

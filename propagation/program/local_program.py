@@ -1,6 +1,6 @@
-"""The program that one rank runs, as data: a graph of local operators and conversions, what goes in and what comes out.
+"""The program that one rank runs, as data: a graph of local operators and conversions, with its inputs and outputs.
 
-The text is the same on every rank; a conversion knows its rank only when it runs.
+The text is the same on every rank; a conversion reads its rank only when it runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..graph.printer import Notes, named, text_of
 from ..ops.collectives import convert, convert_group, kind_of
 from ..ops.kinds import payload_of_whole
 
-_NAMED = 4  # tensors of a group that are named
+_NAMED = 4  # tensors of a group that are named at most
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One conversion in a program, and why it is there.
+    """One conversion in a program, and its cause.
 
-    All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
+    All of `axes`, in the order of the mesh, go from `source` to `target`, like one axis of `size` ranks; size is
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
-    `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
-    more, as it is, in the backward (recompute.py). `repeated`: what it gives is not kept, and where the backward reads
-    it this one runs again. Of an exchange `whole_bytes` are those of its dim in whole.
+    `gradient`: its transpose runs in the planned backward. `again`: it stands for a conversion whose forward runs once
+    more in the backward (recompute.py). `repeated`: its result is not kept, and it runs again where the backward reads
+    it. For an exchange, `whole_bytes` are those of the whole dim.
     """
 
     tag: int
@@ -56,20 +56,20 @@ class Conversion:
     repeated: bool = False
 
     def kind(self, phase: str) -> Kind:
-        """What happens in the "forward" or the "backward"."""
+        """The kind of the conversion in the "forward" or the "backward"."""
         if self.again:
             return kind(self.source, self.target) if phase == "backward" else Kind.NOTHING
         return step_kind(self.source, self.target, phase, self.gradient)
 
     def payload(self, phase: str) -> int:
-        """The payload of the collective that it is in a phase: see `Collective.payload_bytes`."""
+        """The payload of its collective in a phase: see `Collective.payload_bytes`."""
         forward = self.again or phase == "forward"
         return payload_of_whole(self.kind(phase), self.source, self.target, self.whole_bytes, self.size, forward)
 
 
 @dataclass(frozen=True)
 class PlacedPort:
-    """An input or output of a program: what it is, its global shape, and its layout at rest."""
+    """An input or output of a program: its port, its global shape, and its layout at rest."""
 
     port: Port
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class PlacedPort:
 
     @property
     def part(self) -> str:
-        """What a rank has of it: its shape, that of the whole, and the layout."""
+        """A rank's part as text: its shape, that of the whole, and the layout."""
         return f"{list(self.local_shape)} of {list(self.shape)} {self.layout}"
 
     def __str__(self) -> str:
@@ -94,8 +94,8 @@ class PlacedPort:
 class LocalProgram:
     """The forward that one rank runs, on its parts of the inputs.
 
-    cost    what it costs, weighed, forward and backward: that of the choices it was made of, or less where two
-            consumers asked for the same conversion
+    cost    the weighted cost, forward and backward: that of its choices, or less if two consumers asked for the same
+            conversion
     """
 
     module: fx.GraphModule
@@ -111,7 +111,7 @@ class LocalProgram:
     def text(
         self, graph: fx.Graph, returns: Sequence[str] = (), costs: Mapping[fx.Node, str] = MappingProxyType({})
     ) -> str:
-        """A graph with the program's inputs as text, and why its collectives are there; `costs`: what they cost."""
+        """A graph with the program's inputs as text, and the causes of its collectives; `costs`: their costs."""
         parts = dict(zip(graph.find_nodes(op="placeholder"), self.inputs, strict=False))
 
         def notes(node: fx.Node) -> Iterator[str]:
@@ -123,7 +123,7 @@ class LocalProgram:
 
 
 def causes(conversions: Sequence[Conversion], costs: Mapping[fx.Node, str]) -> Notes:
-    """What is said of the collectives of a graph: what they cost, where that is known, and why they are there."""
+    """The notes on the collectives of a graph: their costs, if known, and their causes."""
 
     def notes(node: fx.Node) -> Iterator[str]:
         if node in costs:
@@ -140,7 +140,7 @@ def causes(conversions: Sequence[Conversion], costs: Mapping[fx.Node, str]) -> N
 
 
 def verify_program(program: LocalProgram) -> LocalProgram:
-    """Raise VerifyError unless every conversion of the text is in the list, once, and all fits the mesh."""
+    """Return `program`. Raises VerifyError if its conversions are not those in its list, or do not fit the mesh."""
     mesh, tags = program.mesh, [n.args[5] for n in program.module.graph.nodes if n.target is convert]
     if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
         raise VerifyError("the conversions of the program are not those of its list")

@@ -1,7 +1,7 @@
 """From a plan's choices to the program that one rank runs: local operators, and conversions between layouts.
 
-Every tensor is converted at most once into each layout that its consumers want, so their gradients add up
-before one collective.
+Every tensor is converted at most once into each layout that its consumers want, so that their gradients are summed
+before a single collective.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from .local_program import Conversion, LocalProgram, PlacedPort
 
 _slice = torch.ops.aten.slice.Tensor
 _expand, _index = torch.ops.aten.expand.default, torch.ops.aten.index.Tensor
-LARGE_CONSTANT = 1e6  # bytes from which on a part of a constant is computed as such, and not cut out of the whole
+LARGE_CONSTANT = 1e6  # bytes from which a part of a constant is computed by itself, and not cut out of the whole
 
 
 def lower(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None = None) -> LocalProgram:
-    """The program of the options `choice` of `problem`. `keeping`: what its backward computes again; None: nothing."""
+    """The program of the options `choice` of `problem`. `keeping`: the fates of results; None: nothing runs again."""
     return _Lowering(problem, choice, keeping).program()
 
 
 class _Lowering:
-    """The state of writing one program: where each value is in which layout already."""
+    """The state of writing one program: the node of each value in each layout so far."""
 
     def __init__(self, problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None) -> None:
         self.problem, self.settings = problem, problem.settings
         self.graph = fx.Graph()
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
         self.exchanged: dict[tuple[fx.Node, SliceWindow], fx.Node] = {}
-        self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
+        self.base: dict[Value, tuple[Layout, str]] = {}  # the layout that consumers start from, and its strategy
         self.conversions: list[Conversion] = []
         self.cost = sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
         self.differentiable = problem.graph.differentiable
@@ -86,8 +86,8 @@ class _Lowering:
         self.joint = self._joint_windows()
         self.notes, self.repeated = _fates(problem, choice, keeping)
         self.cost += keeping.cost if keeping else 0.0
-        self.constant_parts: dict[fx.Node, fx.Node] = {}  # what was written for a part of a constant: of which
-        self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside manual functions
+        self.constant_parts: dict[fx.Node, fx.Node] = {}  # from nodes that compute parts to their constants
+        self.regions: dict[tuple[fx.Node, int], int] = {}  # regions of torch.utils.checkpoint inside manual functions
 
     def program(self) -> LocalProgram:
         inputs = []
@@ -134,7 +134,7 @@ class _Lowering:
             self.base[v] = (self.hubs[v], strategy)
 
     def _emit(self, node: fx.Node) -> None:
-        """One operator on local parts."""
+        """Write one operator on local parts."""
         whole = Layout.replicated(self.settings.mesh)
         vertex, option = self.operators.get(node, (None, None))
         inputs = operands(node)
@@ -173,7 +173,7 @@ class _Lowering:
                 self._produce(v, item, rest, consumer)
 
     def _of_manual(self, node: fx.Node, parts: Sequence[fx.Node], consumer: str) -> tuple[fx.Node, ...]:
-        """The program of a manual function in the place of its call: what a rank has of its results."""
+        """Write the program of a manual function in the place of its call, and return a rank's parts of its results."""
         its = manual_of(str(node.args[1]))
         text = written(its)
         flows = gradients_inside(its, node, self.problem.tensors.flows)
@@ -187,7 +187,7 @@ class _Lowering:
                     env[inner].args = (*how, len(self.conversions))
                     c = text.conversions[place]
                     self.conversions.append(self._conversion_inside(c, its, node, c.has_gradient(flows), consumer))
-                if (region := region_of(inner)) is not None:  # regions of the graph around have numbers from 0 on
+                if (region := region_of(inner)) is not None:  # regions of the surrounding graph have numbers from 0 on
                     mark(env[inner], -1 - self.regions.setdefault((node, region), len(self.regions)))
         returned: Any = text.graph.output_node().args[0]
         return tuple(env[part] for part in returned)
@@ -218,7 +218,7 @@ class _Lowering:
         )
 
     def _local_form(self, emit: Emitter, local: Localize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The local form of a call. Raises VerifyError where it does not send what its rule says, which was priced."""
+        """The local form of a call. Raises VerifyError unless it sends exactly what its priced rule states."""
         before = len(self.conversions)
         result = local(emit, args, kwargs)
         said = sum(len(emit.hops(exchange.factor)) for exchange in emit.rule.exchanges)
@@ -230,7 +230,7 @@ class _Lowering:
         return result
 
     def _emitter(self, node: fx.Node, rule: Rule, option: Option, consumer: str) -> Emitter:
-        """What the local form of a call is written with."""
+        """The emitter that the local form of a call is written with."""
         sources, produced = [source_of(o) for o in operands(node)], values_of(node)
         shapes = LocalShapes(
             tuple(lo.local_shape(_shape(v)) for v, lo in zip(sources, option.operands, strict=True)),
@@ -248,8 +248,8 @@ class _Lowering:
         return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option), send)
 
     def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
-        """Operand `i` of a call as its local form takes it: without what would be wrong in the padding of
-        uneven shards, and with the windows that it reads."""
+        """Operand `i` of a call for its local form: with the padding of uneven shards filled, where it would be wrong,
+        and with the windows that it reads."""
         part = emit.filled(i, part)
         wanted = by_dim(emit.windows, i)
         if not wanted:
@@ -287,7 +287,7 @@ class _Lowering:
         return self.exchanged[part, window]
 
     def _narrowed(self, part: fx.Node, held: SliceWindow, wanted: SliceWindow) -> fx.Node:
-        """The window `wanted` out of one that is as large or larger."""
+        """The window `wanted`, cut out of one that contains it."""
         place = place_in(held, wanted)
         assert place is not None
         if (place, wanted.width) == (0, held.width):
@@ -295,7 +295,7 @@ class _Lowering:
         return self.graph.call_function(_slice, (part, held.dim, place, place + wanted.width))
 
     def _joint_windows(self) -> dict[tuple[Value, Layout], Mapping[int, SliceWindow]]:
-        """For each tensor in a layout that several operators read windows of, windows that serve all of them."""
+        """For each tensor and layout of which several operators read windows, the windows that serve all of them."""
         readers: dict[tuple[Value, Layout], list[Mapping[int, SliceWindow]]] = {}
         for node, (vertex, option) in self.operators.items():
             if vertex.rule and vertex.rule.windows:
@@ -307,7 +307,7 @@ class _Lowering:
         return {key: windows for key, windows in joint.items() if windows is not None}
 
     def _split(self, option: Option) -> dict[str, dict[str, int]]:
-        """For each factor that `option` splits the axes that split it, major first, with their sizes."""
+        """For each factor that `option` splits, the axes that split it, major first, with their sizes."""
         mesh, split = self.settings.mesh, dict[str, dict[str, int]]()
         for axis, factor in zip(mesh.axes, option.factors, strict=True):
             if factor:
@@ -315,11 +315,11 @@ class _Lowering:
         return split
 
     def _converted(self, v: Value, target: Layout, consumer: str, at: fx.Node, where: str = "") -> fx.Node:
-        """The node that holds `v` laid out as `target`, made of conversions where there is none yet."""
+        """The node that holds `v` laid out as `target`, made by conversions if there is none yet."""
         if (v, target) in self.local:
             return self.local[v, target]
         if self._is_computed_in_parts(v, target):
-            plain = _aligned(target, _shape(v), _shape(v))  # a copy for work of its own is as good as one
+            plain = _aligned(target, _shape(v), _shape(v))  # a copy computed separately is as good as one
             node = self.local[v, target] = self._constant_part(v, plain, consumer, at)
             compute_again(node, False)
             return node
@@ -336,24 +336,24 @@ class _Lowering:
                 if isinstance(exact.source, Shard):
                     cut, many = exact.source.cut, self.settings.mesh.size(*step.axes)
                     whole_bytes = whole_bytes // cut.width * cut.size if cut else whole_bytes * many
-                # also where the planned backward does not come by: another output may be differentiated
+                # also if the planned backward does not reach it: another output may be differentiated
                 counts = kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable
-                if counts and self.settings.mesh.size(*step.axes) > 1:  # one rank has what it takes
+                if counts and self.settings.mesh.size(*step.axes) > 1:  # a single rank needs no conversion
                     node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name, again)
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
         return node
 
     def _is_computed_in_parts(self, v: Value, target: Layout) -> bool:
-        """Whether a constant is computed as the part that `target` is: a mask of all sequences of a batch may be larger
-        than all else that a device holds."""
+        """Whether a constant is computed directly as the part in layout `target`: a mask of all sequences of a batch
+        may be larger than everything else that a device holds."""
         if v.node not in self.problem.constants or not isinstance(tensor_of(v), torch.Tensor):
             return False
         return tensor_of(v).nbytes >= LARGE_CONSTANT and self._parts_of(v, target) is not None
 
     def _parts_of(self, v: Value, target: Layout) -> list[tuple[Value, Layout]] | None:
-        """The parts of its operands of which an operator computes the part of `v` that `target` is, if it can: all
-        parts are full, and each operand is split as the result is, or whole."""
+        """The parts of its operands from which an operator computes the part of `v` in layout `target`; None if it
+        cannot. All parts are full, and each operand is split like the result, or whole."""
         node, shape = v.node, _shape(v)
         if not target.cuts or target.adds or not target.divides(shape):
             return None
@@ -372,7 +372,7 @@ class _Lowering:
         return None
 
     def _constant_part(self, v: Value, target: Layout, consumer: str, at: fx.Node) -> fx.Node:
-        """The node of the part of a constant that `target` is, computed of parts of its operands."""
+        """The node of a constant's part in layout `target`, computed from parts of its operands."""
         if (v, target) in self.local:
             return self.local[v, target]
         parts = self._parts_of(v, target)
@@ -396,7 +396,7 @@ class _Lowering:
         self, node: fx.Node, v: Value, step: ConversionStep, whole_bytes: int, producer: str, consumer: str,
         at: fx.Node, where: str, again: bool = False,
     ) -> fx.Node:  # fmt: skip
-        """Write one conversion, of which `at` is the cause, and note it in the list."""
+        """Write one conversion, caused by `at`, and note it in the list."""
         size = self.settings.mesh.size(*step.axes)
         conversion = Conversion(
             tag=len(self.conversions),
@@ -423,7 +423,7 @@ class _Lowering:
         if again:
             compute_again(converted, True)
         if v.node in self.problem.constants and kind(step.source, step.target) is Kind.SLICE:
-            # a slice may be a view, and would hold all of a mask that one device needs little of
+            # a slice may be a view, which would keep the whole of a mask that one device needs little of
             converted = self.graph.call_function(torch.ops.aten.clone.default, (converted,))
             compute_again(converted, False)
         return converted
@@ -435,7 +435,7 @@ class _Lowering:
 def _fates(
     problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None
 ) -> tuple[Mapping[fx.Node, Callable[[fx.Node], None]], frozenset[tuple[Value, Layout]]]:
-    """What the fates of operators note on their nodes, and the tensors that the backward converts again to a layout."""
+    """The notes that the fates of operators make on their nodes, and the tensors that the backward converts again."""
     if keeping is None:
         return {}, frozenset()
     notes = {
@@ -454,7 +454,7 @@ def _fates(
 
 
 def describe_option(vertex: Vertex, option: Option) -> str:
-    """A strategy as text: what is split on each axis, or where the operator's tensors are if nothing is."""
+    """A strategy as text: the factor split on each axis, or the placement of the first result if none is."""
     mesh = (option.results or option.operands)[0].mesh
     words = []
     for i, axis in enumerate(mesh.axes):
@@ -482,7 +482,7 @@ def tensor_name(inputs: Mapping[fx.Node, Port], v: Value) -> str:
 
 
 def _aligned(layout: Layout, shape: tuple[int, ...], operand: tuple[int, ...]) -> Layout:
-    """How an operand is laid out that broadcasts to a result of `shape`, of which a part is as `layout`."""
+    """The layout of an operand that broadcasts to a result of `shape`, for a part of the result in `layout`."""
     before = len(shape) - len(operand)
 
     def placed(placement: Placement) -> Placement:

@@ -1,4 +1,4 @@
-"""Gradients of 16 bits are added up in 32: a sum over many ranks would lose what one rank's addend cannot hold."""
+"""Sum 16-bit gradients in 32 bits: over many ranks a 16-bit sum would lose small addends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reduce_in_float32(step: Step) -> Step:
 
 
 def _reductions(graph: fx.Graph, step: Step) -> list[fx.Node]:
-    """The sums over ranks of 16-bit values between what computes a parameter's gradient and the gradient."""
+    """The sums over ranks of 16-bit values among the last conversions and casts of parameters' gradients."""
     sums: dict[fx.Node, None] = {}
     placed = [placed for placed, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
     for port, node in zip(placed, returned_by(graph), strict=True):
@@ -71,7 +71,7 @@ def _adds_narrow(node: fx.Node) -> bool:
 
 
 class _Wider(dict[torch.Tensor, torch.Tensor]):
-    """What a value is in float32. Layers share the fake tensors of what they compute alike."""
+    """The float32 version of each value. Equal layers share their fake tensors."""
 
     def __missing__(self, value: torch.Tensor) -> torch.Tensor:
         self[value] = value.to(torch.float32)
@@ -79,7 +79,7 @@ class _Wider(dict[torch.Tensor, torch.Tensor]):
 
 
 def _cast(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
-    """`node` in the dtype of `like`, which is what it is then."""
+    """`node` cast to the dtype of `like`, its new value."""
     cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": like.dtype})
     cast.meta["val"] = like
     return cast

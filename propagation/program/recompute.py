@@ -1,10 +1,10 @@
-"""Values of the forward that the backward computes again in place of keeping them.
+"""Values of the forward that the backward computes again instead of keeping them.
 
-`recompute` is the mechanism; three functions say what is worth it:
+`recompute` is the mechanism; three functions choose the values:
 
-    planned            what the plan says: memory/keeping.py
-    checkpointed       what torch.utils.checkpoint was called for: activations
-    within_others      slices of which a window, or the whole, is kept too: they are a part of it
+    planned            by the plan: memory/keeping.py
+    checkpointed       in calls of torch.utils.checkpoint: activations
+    within_others      slices that are a part of a window or a whole that is kept too
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
     """`step` with those of its saved values that are in `chosen`, nodes of its forward, computed again in the
     backward, each right before its first use.
 
-    They are computed of what `chosen` does not hold: of inputs, and of values that are saved for it. A conversion that
-    runs again has an entry of its own among the program's, `again`.
+    They are computed from values not in `chosen`: from inputs, and from values that are saved for it. A conversion that
+    runs again has its own entry among the program's, marked `again`.
     """
     count = len(step.program.outputs)
     saved = returned_by(step.forward.graph)[count:]
@@ -92,8 +92,8 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
 
 
 def _needed(wanted: list[fx.Node], chosen: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """What is computed to have `wanted`: they, and of their operands, and so on, those in `chosen` that are not in
-    `known`. A constant is had anywhere."""
+    """The nodes that are computed to have `wanted`: these, and recursively their operands that are in `chosen` and not
+    in `known`. A constant is available anywhere."""
     needed: set[fx.Node] = set()
     left = [node for node in wanted if node not in known]
     while left:
@@ -106,7 +106,7 @@ def _needed(wanted: list[fx.Node], chosen: Collection[fx.Node], known: Collectio
 
 
 def _computing(wanted: Collection[fx.Node], graph: fx.Graph) -> fx.Graph:
-    """A graph of all inputs of `graph` that returns `wanted`, with what computes it and nothing else."""
+    """A graph with all inputs of `graph` that returns `wanted`, and computes nothing else."""
     live = _needed([*wanted, *graph.find_nodes(op="placeholder")], set(graph.nodes))
     computing, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
@@ -118,21 +118,21 @@ def _computing(wanted: Collection[fx.Node], graph: fx.Graph) -> fx.Graph:
 
 def _placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
     placeholder = graph.placeholder(node.name)
-    placeholder.target = placeholder.name  # an argument of the graph's function, so it must be unlike the others too
+    placeholder.target = placeholder.name  # an argument of the graph's function, so it must be unique too
     placeholder.meta = dict(node.meta)
-    if placeholder.meta["val"].requires_grad:  # an input of the forward; of a backward nothing is differentiated
+    if placeholder.meta["val"].requires_grad:  # an input of the forward; a backward is not differentiated
         placeholder.meta["val"] = placeholder.meta["val"].detach()
     return placeholder
 
 
 def _once_more(conversions: list[Conversion], node: fx.Node, tag: int) -> Conversion:
-    """What the program's list says of the conversion `node` when it runs again."""
+    """The entry of the program's list for the conversion `node` when it runs again."""
     return replace(conversions[_tag(node)], tag=tag, again=True)
 
 
 def planned(step: Step) -> frozenset[fx.Node]:
-    """What the plan has the backward compute again, in the forward of `step`; and what it takes nothing to have again
-    wherever it is: views, and elementwise operators that only the backward reads, or whose operands are constants."""
+    """The nodes of the forward of `step` that the plan has the backward compute again, and those that cost nothing
+    again: views, and elementwise operators that only the backward reads, or whose operands are constants."""
     graph = step.forward.graph
     live = _needed(list(returned_by(graph)[: len(step.program.outputs)]), set(graph.nodes))
     chosen: set[fx.Node] = set()
@@ -155,8 +155,8 @@ def planned(step: Step) -> frozenset[fx.Node]:
 
 
 def _as_large_as_its_operand(step: Step, chosen: Collection[fx.Node], live: Collection[fx.Node]) -> set[fx.Node]:
-    """Those of `chosen` that are computed of a value that would be kept for that alone, and is as large: a ReLU of what
-    a norm gives. (A plan says of all results of an operator at once whether they are kept.) `live`: what the forward
+    """Those of `chosen` that are computed from a value of at least their size that would be kept for them alone: a ReLU
+    of the result of a norm. (A plan decides for all results of an operator at once.) `live`: the nodes that the forward
     computes for itself."""
     saved = dict.fromkeys(map(_detached, returned_by(step.forward.graph)[len(step.program.outputs) :]))
     again = [node for node in saved if node in chosen]
@@ -174,7 +174,7 @@ def _as_large_as_its_operand(step: Step, chosen: Collection[fx.Node], live: Coll
 
 
 def _bytes(node: fx.Node) -> int:
-    """The bytes of a tensor, 0 of what is none."""
+    """The bytes of a tensor, 0 for any other value."""
     return int(getattr(node.meta["val"], "nbytes", 0))
 
 
@@ -186,12 +186,12 @@ def _conversion_kind(node: fx.Node) -> Kind:
 
 
 def checkpointed(step: Step) -> frozenset[fx.Node]:
-    """What the forward of `step` computes inside calls of torch.utils.checkpoint, less what is kept:
+    """The nodes that the forward of `step` computes inside calls of torch.utils.checkpoint, except those that are kept:
 
     what others read     the results of a region, which other regions start from
-    random numbers       what torch's generator draws, and what follows from that alone: to draw again would give
-                         other numbers (of a key they are the same again)
-    collectives          what they give, so that none runs twice unasked
+    random numbers       those of torch's generator, and values computed from them alone: drawing again would give
+                         other numbers (with a key they are the same again)
+    collectives          their results, so that none runs twice unasked
     """
     graph = step.forward.graph
     regions = _regions(graph, returned_by(graph)[: len(step.program.outputs)])
@@ -210,10 +210,10 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
 
 
 def within_others(step: Step) -> tuple[Step, frozenset[fx.Node]]:
-    """`step` with each saved slice of which a window or the whole is saved too taken out of that, and these nodes. (A
-    ReLU's result is kept for its own backward, and the window made of it for that of the convolution behind it; of what
-    a norm reads its sum of squares needs a slice, and its product the whole.) It has the strides of the other then, and
-    is copied where something else than elementwise operators reads it."""
+    """`step` with each saved slice cut out of a window or a whole that is saved too, and the nodes that cut it out. (A
+    ReLU's result is kept for its own backward, and the window made from it for that of the next convolution; the sum of
+    squares of a norm needs a slice of its operand, and its product the whole.) The slice then has the strides of the
+    other, and is copied if not only elementwise operators read it."""
     if step.backward is None:
         return step, frozenset()
     count, forward = len(step.program.outputs), fx.Graph()
@@ -221,7 +221,7 @@ def within_others(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     forward.graph_copy(step.forward.graph, copies)
     results = [copies[node] for node in returned_by(step.forward.graph)]
     saved = zip(results[count:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
-    # what is elementwise reads any strides
+    # elementwise operators read any strides
     elementwise = {node: all(is_pointwise(user.target) for user in each.users) for node, each in saved}
     kept = {_detached(node): node for node in results[count:]}
     conversions = list(step.program.conversions)
@@ -247,7 +247,7 @@ def within_others(step: Step) -> tuple[Step, frozenset[fx.Node]]:
 
 
 def _cut_out_of(whole: fx.Node, larger: fx.Node, node: fx.Node, conversions: list[Conversion]) -> fx.Node:
-    """This rank's slice, which `node` is, of `whole`: of what the conversion `larger` made of it."""
+    """Cut this rank's slice `node` out of `whole`, the result of the conversion `larger` of the slice."""
     _, source, target, axes, size, _ = larger.args
     window = placement_from_code(str(target))
     if isinstance(window, SliceWindow):
@@ -267,20 +267,20 @@ def _cut_out_of(whole: fx.Node, larger: fx.Node, node: fx.Node, conversions: lis
 
 
 def _is_its_operand(node: fx.Node) -> bool:
-    """Whether `node` is the tensor that it is called for."""
+    """Whether `node` returns its operand unchanged."""
     return node.target in _SAME or (node.target is convert and _conversion_kind(node) is Kind.NOTHING)
 
 
 def _detached(node: fx.Node) -> fx.Node:
-    """The value that `node` is, which autograd detaches to keep it."""
+    """The value of `node` before autograd detached it to keep it."""
     while _is_its_operand(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _kept_larger(node: fx.Node, kept: Collection[fx.Node]) -> list[fx.Node]:
-    """The conversions that make of the slice `node` a window, or the whole, that is in `kept`, the last one first;
-    none, if none does."""
+    """The conversions that turn the slice `node` into a window or a whole that is in `kept`, the last one first; empty
+    if there are none."""
     for user in node.users:
         if user.target is convert and _holds_its_operand(user):
             if user in kept:
@@ -291,8 +291,8 @@ def _kept_larger(node: fx.Node, kept: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _holds_its_operand(node: fx.Node) -> bool:
-    """Whether what the conversion `node` gives has a rank's slice, its operand, at one place: of a window that place is
-    the same on all ranks; of a whole all slices are full."""
+    """Whether the result of the conversion `node` contains its operand, a rank's slice, at one place: in a window, at
+    the same place on all ranks; in a whole, only if all slices are full."""
     source, target = (placement_from_code(str(code)) for code in node.args[1:3])
     if isinstance(target, SliceWindow):
         return not target.adds and place_in(target, own_slice(target)) is not None
@@ -300,8 +300,8 @@ def _holds_its_operand(node: fx.Node) -> bool:
 
 
 def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The region of each node that is in one, the `results` aside. What is computed for the backward only, as autograd
-    does with what depends on no gradient, is in the region of its operands."""
+    """The region of each node that is in one, except `results`. A node that is computed for the backward only, as
+    autograd does with nodes that depend on no gradient, is in the region of its operands."""
     results = set(results)
     live = _needed(list(results), set(graph.nodes))
     inside: dict[fx.Node, int] = {}

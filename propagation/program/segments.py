@@ -1,13 +1,13 @@
-"""A program as pieces, of which a deep model has few different ones: it repeats one layer.
+"""A program as pieces, of which a deep model has few different ones, since it repeats one layer.
 
-Where a program is cut is free: any stretch of it can be differentiated by itself. So the cuts are put where pieces come
-out alike, at places that a layer has, whatever stands before it: where few values cross. Pieces of equal keys compute
-the same but for the tags of their conversions, and what is traced of one holds for the other.
+A program may be cut anywhere: any stretch of it can be differentiated by itself. So the cuts are put where pieces come
+out alike, at places that each layer has, whatever precedes it: where few values cross. Pieces with equal keys compute
+the same but for the tags of their conversions, and share one trace.
 
-Keys need the local shape of every value. A call that equals a former one, on operands alike, has a result like that of
-the former, so an operator of a layer runs on fake tensors once, however many layers there are.
+Keys need the local shape of every value. A call that equals an earlier one, on operands alike, has a result like that
+of the earlier, so an operator of a layer runs on fake tensors once, however many layers there are.
 
-A loop over time that was unrolled repeats its steps, but each step takes another element: `x.select(1, t)`. Such calls
+An unrolled loop over time repeats its steps, but each step takes another element: `x.select(1, t)`. Such calls
 are pieces of their own (`_apart`), and the steps between them are alike.
 """
 
@@ -28,15 +28,15 @@ from torch.fx.node import map_arg
 from ..graph.nodes import REPLACING, is_view, region_of
 from ..ops.collectives import convert
 
-_LENGTHS = (8, 64)  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
-_SHORTER = (1, 4)  # where a step of a loop is short: LSTMCell is one call, which is 20 calls once it is traced
-_MUCH_LESS = 0.5  # to trace, for shorter pieces to be worth it
-_SERIES = 4  # calls that differ by a number, from which on they are what the steps of a loop take
+_LENGTHS = (8, 64)  # calls in a piece: tracing a piece costs as much as some calls, and a layer has dozens
+_SHORTER = (1, 4)  # for short steps of a loop: LSTMCell is one call, which is 20 calls once it is traced
+_MUCH_LESS = 0.5  # the share of traced calls below which shorter pieces are worth it
+_SERIES = 4  # calls that differ by a number, from which they count as the steps of a loop
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A local tensor without its values. `lazy`: a conjugation or negation of it is still to be carried out."""
+    """A local tensor without its values. `lazy`: it has a pending conjugation or negation."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,18 +47,18 @@ class Like:
 
     @staticmethod
     def of(tensor: torch.Tensor, requires_grad: bool) -> Like:
-        """What `tensor` is like. `requires_grad` is given, for a gradient is taken for one that needs none."""
+        """The Like of `tensor`, with the given `requires_grad`, as a gradient may be taken for one that needs none."""
         lazy = tensor.is_conj() or tensor.is_neg()
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad, lazy)
 
     @staticmethod
     def whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Like:
-        """What a contiguous tensor is like."""
+        """The Like of a contiguous tensor."""
         stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
         return Like(tuple(shape), stride, dtype, device, requires_grad)
 
     def empty(self) -> torch.Tensor:
-        """A new tensor of this kind, a leaf of autograd. A fake one where a fake mode is on."""
+        """A new tensor of this kind, a leaf of autograd; a fake one under a fake mode."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return tensor.requires_grad_(self.requires_grad)
 
@@ -72,9 +72,9 @@ class Piece:
 
     inputs    the values from outside, in the order of their first use
     outputs   the values that are read outside
-    likes     what the inputs are like
-    tags      those of its conversions, in order
-    regions   those of torch.utils.checkpoint that its nodes belong to, in the order of their first node
+    likes     the Like of each input
+    tags      the tags of its conversions, in order
+    regions   the regions of torch.utils.checkpoint that its nodes belong to, in the order of their first node
     key       equal for pieces that compute the same but for the tags of their conversions and the names of regions
     """
 
@@ -88,7 +88,7 @@ class Piece:
 
 
 def pieces_of(graph: fx.Graph, inputs: Mapping[fx.Node, Like]) -> tuple[tuple[Piece, ...], dict[fx.Node, Result]]:
-    """`graph` cut into pieces, and what its values are like; `inputs`: what its placeholders are.
+    """`graph` cut into pieces, and the likeness of each of its values; `inputs`: the Like of each placeholder.
 
     Call it in a fake mode, with gradients enabled.
     """
@@ -99,18 +99,18 @@ def pieces_of(graph: fx.Graph, inputs: Mapping[fx.Node, Like]) -> tuple[tuple[Pi
     def cut(stretches: Iterable[Sequence[_Unit]]) -> tuple[Piece, ...]:
         return tuple(_piece([n for unit in stretch for n in unit], calls, tokens, results) for stretch in stretches)
 
-    # a Like cannot make a tensor that is conjugated lazily, so none may come into a piece
+    # a Like cannot make a lazily conjugated tensor, so none may be an input of a piece
     if any(isinstance(result, Like) and result.lazy for result in results.values()):
         return cut([units]), results
     runs = list(_apart(units, calls, results))
     once = {node for run in runs if run.numbered for unit in run.units for node in unit}
 
     def traced(pieces: Iterable[Piece]) -> int:
-        """How many calls are traced: those of the different pieces, but for those that are traced in any case."""
+        """The number of calls traced in the different pieces, except those that are traced in any case."""
         return sum(node not in once for piece in {p.key: p for p in pieces}.values() for node in piece.nodes)
 
     pieces = cut(_stretches(runs, calls, _LENGTHS))
-    if once and 2 * traced(pieces) > len(calls) - len(once):  # there are steps, and little is repeated
+    if once and 2 * traced(pieces) > len(calls) - len(once):  # there are steps of a loop, and little is repeated
         shorter = cut(_stretches(runs, calls, _SHORTER))
         pieces = shorter if traced(shorter) < _MUCH_LESS * traced(pieces) else pieces
     return pieces if len({piece.key for piece in pieces}) < len(pieces) else cut([units]), results
@@ -120,14 +120,14 @@ _Unit = tuple[fx.Node, ...]
 
 
 def _units(graph: fx.Graph) -> list[_Unit]:
-    """The calls in order, each with the getitems that take its results apart: only tensors pass from unit to unit."""
+    """The calls in order, each with the getitems of its results: only tensors pass from unit to unit."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     return [(node, *(user for user in node.users if user.target is operator.getitem)) for node in calls]
 
 
 @dataclass(frozen=True, slots=True)
 class _CallShape:
-    """A call apart from what it is called with: its operands in order, a repeated one repeated, and all the rest."""
+    """A call split into its operands in order, with repetitions, and the text of everything else."""
 
     operands: tuple[fx.Node, ...]
     text: Hashable
@@ -157,7 +157,7 @@ def _text(argument: Any, operands: list[fx.Node]) -> Hashable:
 def _described(
     calls: Mapping[fx.Node, _CallShape], inputs: Mapping[fx.Node, Like]
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, Result]]:
-    """For each call its token, and for each node what its result is like."""
+    """The token of each call, and the likeness of each node's result."""
     tokens: dict[fx.Node, int] = {}
     results: dict[fx.Node, Result] = dict(inputs)
     known: dict[Hashable, tuple[int, Result]] = {}
@@ -170,7 +170,7 @@ def _described(
 
 
 def _result(node: fx.Node, results: Mapping[fx.Node, Result]) -> Result:
-    """What `node` computes of operands that are like `results`."""
+    """The likeness of the result of `node`, for operands that are like `results`."""
     if node.target is operator.getitem:
         taken: Any = map_arg(node.args, results.__getitem__)
         return operator.getitem(*taken)
@@ -186,7 +186,7 @@ def _like(value: Any) -> Result:
 
 @dataclass(frozen=True)
 class _Run:
-    """Units that follow one another. `numbered`: each takes, or puts, another element of a tensor."""
+    """Consecutive units. `numbered`: each takes, or puts, another element of a tensor."""
 
     units: list[_Unit]
     numbered: bool
@@ -195,8 +195,8 @@ class _Run:
 def _apart(
     units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], results: Mapping[fx.Node, Result]
 ) -> Iterator[_Run]:
-    """The units in runs of numbered ones and of others. The others keep their order, and all numbered ones come that
-    can where one of the others waits for one. They are views, or put what is there into something that is there."""
+    """The units in runs of numbered ones and of others. The others keep their order; whenever one of them waits for a
+    numbered one, all numbered ones that are ready come first. Numbered units are views, or replace elements."""
     numbered = _numbered(units, calls, results)
     place = {node: i for i, unit in enumerate(units) for node in unit}
     needs = [
@@ -249,7 +249,7 @@ def _without_numbers(text: Hashable) -> Hashable:
 def _stretches(
     runs: Iterable[_Run], calls: Mapping[fx.Node, _CallShape], lengths: tuple[int, int]
 ) -> Iterator[list[_Unit]]:
-    """Where pieces start and end: runs of numbered units whole, the others cut; `lengths`: the shortest and longest."""
+    """The units of each piece: runs of numbered units whole, the others cut; `lengths`: the shortest and longest."""
     for run in runs:
         starts = [0] if run.numbered else _cuts(_crossing(run.units, calls, lengths[1]), *lengths)
         for start, stop in zip(starts, [*starts[1:], len(run.units)], strict=True):
@@ -257,8 +257,8 @@ def _stretches(
 
 
 def _crossing(units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], longest: int) -> list[int]:
-    """For each unit how many values are made before it and read by it or after it, those aside that cross more than
-    a piece: what many layers read does not mark the end of one."""
+    """For each unit, the number of values made before it and read by it or after it, except values that cross more than
+    a piece: a value that many layers read does not mark the end of one."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
     last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
     change = [0] * (len(units) + 1)
@@ -270,7 +270,7 @@ def _crossing(units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], longe
 
 
 def _cuts(crossing: Sequence[int], shortest: int, longest: int) -> list[int]:
-    """Where pieces start: the next cut is where the fewest values cross, among the places a piece may end.
+    """The starts of pieces: the next cut is where the fewest values cross, among the places where a piece may end.
 
     A place where few values cross (between two layers, the residual) wins from wherever the search for it starts, so
     cuts come to the same places of each layer, though layers may differ in between.

@@ -1,4 +1,4 @@
-"""One training step of a rank as data: a forward and a backward graph, and what the passes on them ask of a graph."""
+"""One training step of a rank as data: a forward and a backward graph, with the queries and edits that passes share."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Step:
 
     forward    inputs -> (outputs..., saved...)
     backward   (saved..., tangents of the differentiated outputs...) -> gradients of the inputs that need one
-    wanted     for each output whether it is differentiated
-    needed     for each input whether it gets a gradient
+    wanted     whether each output is differentiated
+    needed     whether each input gets a gradient
     """
 
     program: LocalProgram
@@ -40,7 +40,7 @@ class Step:
 
     @property
     def gradients(self) -> list[str]:
-        """What the results of the backward are called."""
+        """The names of the results of the backward."""
         return [
             f"gradient of {p.port.name}" for p, needs in zip(self.program.inputs, self.needed, strict=True) if needs
         ]
@@ -49,13 +49,13 @@ class Step:
         return self.text({})
 
     def text(self, costs: Mapping[fx.Node, str]) -> str:
-        """Both graphs as text; `costs`: what is said of collectives."""
+        """Both graphs as text; `costs`: notes on the costs of collectives."""
         outputs = [placed.port.name for placed in self.program.outputs]
         lines = ["forward", self.program.text(self.forward.graph, outputs, costs)]
         return "\n".join([*lines, *(["", "backward", self.backward_text(costs)] if self.backward else [])])
 
     def backward_text(self, costs: Mapping[fx.Node, str]) -> str:
-        """The backward, which there is, as text."""
+        """The backward graph, which must exist, as text."""
         assert self.backward is not None
         forward, outputs = self.forward.graph, self.program.outputs
         ports = dict(zip(forward.find_nodes(op="placeholder"), self.program.inputs, strict=True))
@@ -66,7 +66,7 @@ class Step:
 
 
 def calls_of(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph computes, in order: all but its inputs and its output."""
+    """The calls and constants of a graph, in order: all nodes but its inputs and its output."""
     return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
 
 
@@ -82,7 +82,7 @@ def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def inputs_with_gradients(step: Step) -> list[int]:
-    """The inputs for which the backward gives a gradient: one on which no output depends gets none."""
+    """The inputs for which the backward returns a gradient: an input on which no output depends gets none."""
     if step.backward is None:
         return []
     gradients = iter(returned_by(step.backward.graph))
@@ -90,9 +90,9 @@ def inputs_with_gradients(step: Step) -> list[int]:
 
 
 def undo_views(graph: fx.Graph) -> None:
-    """Read in place of a view of a view what that was of, where it is that again: autograd's formulas transpose the
-    weight of a matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. A call of a
-    view takes as long as that of a small kernel."""
+    """Replace a view of a view by the original where the two are equal: autograd's formulas transpose the weight of a
+    matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. Calling a view takes
+    as long as a small kernel."""
     for node in calls_of(graph):
         before = _undone(node)
         if before is None:
@@ -105,7 +105,7 @@ def undo_views(graph: fx.Graph) -> None:
 
 
 def _undone(node: fx.Node) -> fx.Node | None:
-    """What a view of views is of, if it has the shape and the strides of that again."""
+    """The original of a view of views, if the view has its shape and strides again; else None."""
     inner = node.args[0] if node.target in _TRANSPOSES | _RESHAPES else None
     if not isinstance(inner, fx.Node):
         return None

@@ -1,10 +1,10 @@
-"""dynamic_programming: the exact search, whose bound stands beside the plan of every mode.
+"""dynamic_programming: the exact search, whose bound is reported with the plan of every mode.
 
-Three operators with two options each have three columns and two tables of 2 x 2, which are written out: 4 is proven by
-elimination. On four axes a table has a million entries and more, which are not.
+Three operators with two options each have three columns and two tables of 2 x 2, which are written out: elimination
+proves 4. On four axes a table has a million entries and more, and is not written out.
 
-Where all costs may be written out they go to `optimum`, which eliminates. Where they are too many, options are left out
-before.
+If all costs may be written out they go to `optimum`, which eliminates. If they are too many, options are left out
+first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .solution import Solution, solution_of
 def dynamic_programming(
     problem: SearchProblem, *, below: float = math.inf, table_limit: float = TABLE_LIMIT
 ) -> Solution:
-    """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be.
-    `below`: as for `search`."""
+    """The optimum, proven; or, if tables would exceed `table_limit` entries, a plan and a bound. `below`: as for
+    `search`."""
 
     def start() -> tuple[int, ...]:
         return recursive_programming(problem).choice

@@ -15,11 +15,10 @@ from .solution import Solution
 
 
 def sharding_propagation(problem: SearchProblem) -> Solution:
-    """Breadth-first from the annotated vertices (the inputs, if none is annotated), then revisiting while it pays.
+    """Go breadth-first from the annotated vertices (the inputs, if none is annotated), then revisit while it pays.
 
-    Several starts are tried, and the cheapest plan stands: from the annotations; from the inputs, so that an
-    annotation cannot wreck what it has nothing to do with; and from the inputs split by their leading dim, which is
-    data parallelism.
+    Several starts are tried, and the cheapest plan is returned: from the annotations; from the inputs, so that an
+    annotation cannot spoil unrelated parts; and from the inputs split by their leading dim, which is data parallelism.
     """
     annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
     inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]

@@ -1,8 +1,8 @@
 """recursive_programming: one mesh axis after another, each solved exactly given the axes before it.
 
-Three operators on a mesh of 2 x 2, each with rows split or whole on either axis, four options: first the two that leave
-the second axis whole are looked at. If rows split on the first axis is cheapest for all three, the two that split rows
-there are looked at next: rows split or whole on the second.
+Three operators on a mesh of 2 x 2, each with rows split or whole on either axis, four options: the two that leave the
+second axis whole are compared first. If rows split on the first axis is cheapest for all three, the two options that
+split rows there are compared next: rows split or whole on the second axis.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .solution import Solution
 
 
 def recursive_programming(problem: SearchProblem) -> Solution:
-    """Axis by axis: the options that leave later axes whole, given what the earlier axes chose."""
+    """Solve axis by axis: with the options that leave later axes whole, given the choice on earlier axes."""
     kept = [np.arange(len(v.options)) for v in problem.vertices]
     chosen: list[int] = []
     width = 0
@@ -38,7 +38,7 @@ def recursive_programming(problem: SearchProblem) -> Solution:
 
 
 def _tied_up_to(problem: SearchProblem, axis: int) -> SearchProblem:
-    """`problem`, in which layouts that must be equal may differ on the axes after `axis`: what these do is open."""
+    """`problem`, in which tied layouts may still differ on the axes after `axis`, which are not chosen yet."""
     axes = problem.settings.mesh.axes[: axis + 1]
     if not problem.settings.elementwise_follow:
         return problem
@@ -47,7 +47,7 @@ def _tied_up_to(problem: SearchProblem, axis: int) -> SearchProblem:
 
 
 class _Axes:
-    """The options of a problem as seen on some axes; those of vertices that share options are one."""
+    """The options of a problem as seen on some axes, computed once for vertices that share options."""
 
     def __init__(self, problem: SearchProblem, axes: Iterable[int]) -> None:
         self.problem, self.axes = problem, list(axes)
@@ -55,7 +55,7 @@ class _Axes:
         self._seen: dict[int, tuple[Codes, Codes]] = {}
 
     def _signatures(self, vertex: int) -> tuple[Codes, Codes]:
-        """For every option a number that says what it does on these axes, and how much it uses the others."""
+        """For every option, a number that identifies its states on these axes, and how much it uses the others."""
         options = self.problem.vertices[vertex].options
         if id(options) not in self._seen:
             placed = list(options.states())
@@ -66,15 +66,15 @@ class _Axes:
         return self._seen[id(options)]
 
     def leave_whole(self, vertex: int, rows: Codes) -> Codes:
-        """Of `rows`, for each thing to do on these axes, the one that uses the least of the other axes (none, unless
-        annotated)."""
+        """For each combination of states on these axes, the one of `rows` that uses the other axes least (not at all,
+        unless annotated)."""
         names, used = self._signatures(vertex)
         order = rows[np.lexsort((rows, used[rows]))]
         _, first = np.unique(names[order], return_index=True)
         return np.sort(order[first])
 
     def agree(self, vertex: int, rows: Codes, chosen: int) -> Codes:
-        """Of `rows`, those that do what `chosen` does on these axes."""
+        """Those of `rows` that have the states of `chosen` on these axes."""
         names, _ = self._signatures(vertex)
         alike: Codes = rows[names[rows] == names[chosen]]
         return alike

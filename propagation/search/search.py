@@ -1,9 +1,9 @@
 """The one entry: `search`, and the table of search modes.
 
 Of the three operators of `minsum`'s page, from the first one: dynamic_programming finds 0, 0, 0 for 4 and proves it;
-sharding_propagation propagates to 1, 1, 0 for 6 and revisits to 0, 0, 0. Beside both stands the bound 4.
+sharding_propagation propagates to 1, 1, 0 for 6 and revisits to 0, 0, 0. The bound of both is 4.
 
-A mode is a row of `SEARCHES`. Under every mode the exact search runs too, since its bound stands beside the plan.
+A mode is a row of `SEARCHES`. The exact search runs under every mode, to give the bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .within_memory import has_room, with_fates, within_memory
 
 
 class SearchMode(Choice):
-    """How a plan is searched for."""
+    """The search modes."""
 
     SHARDING_PROPAGATION = "sharding_propagation"
     DYNAMIC_PROGRAMMING = "dynamic_programming"
@@ -33,7 +33,7 @@ class SearchMode(Choice):
 
 @dataclass(frozen=True)
 class Search:
-    """How one mode searches.
+    """The search of one mode.
 
     find   a plan of the problem; None: the plan of the exact search
     """
@@ -42,7 +42,7 @@ class Search:
 
     @property
     def exact(self) -> bool:
-        """Whether its plan is that of the exact search, which nothing under the same annotations undercuts."""
+        """Whether its plan is that of the exact search, the cheapest under the same annotations."""
         return self.find is None
 
 
@@ -54,8 +54,8 @@ SEARCHES: Mapping[SearchMode, Search] = {
 
 
 def find(problem: SearchProblem, mode: SearchMode) -> Solution | None:
-    """The strategies that `mode` finds by itself, with neither a bound nor fates; None where it takes those of the
-    exact search. What costs more on one mesh than a plan on another need not be searched for there."""
+    """The strategies that `mode` finds by itself, without a bound and fates; None if it takes those of the exact
+    search. (If they cost more on one mesh than a plan on another, the exact search can be skipped there.)"""
     own = SEARCHES[mode].find
     return own(problem) if own else None
 
@@ -63,11 +63,11 @@ def find(problem: SearchProblem, mode: SearchMode) -> Solution | None:
 def search(
     problem: SearchProblem, mode: SearchMode, below: float = math.inf, found: Solution | None = None
 ) -> Solution:
-    """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at, and stands beside
-    the bound that the exact search proves. Where another mesh has a plan that costs `below`, any plan will do once no
-    cheaper one is in sight, or one would be too much work to find. `found`: what `find` gives, where that is known.
+    """The plan that `mode` finds. Its cost is always that of the whole problem, and its bound is proven by the exact
+    search. If another mesh has a plan that costs `below`, any plan is returned once a cheaper one is ruled out, or
+    would be too much work to find. `found`: the result of `find`, if known.
 
-    Raises StrategyError where no plan keeps to the memory limit of the problem's settings, or where there is none.
+    Raises StrategyError if no plan keeps to the memory limit of the problem's settings, or if there is none.
     """
     plan = found or find(problem, mode)
     if plan is not None and below <= plan.cost < math.inf and has_room(problem, plan.choice):
@@ -78,8 +78,8 @@ def search(
     if plan is None:
         return exact if exact.bound >= below else within_memory(problem, exact)
     plan = replace(plan, cost=problem.cost(plan.choice), bound=exact.bound, attained=exact.proven)
-    # vertices that choose one after another may come to conversions that `elementwise_follow` makes impossible, and
-    # what they choose may take more memory than there is
+    # vertices that choose one after another may end up with conversions that `elementwise_follow` makes impossible, and
+    # their choices may take more memory than there is
     with contextlib.suppress(StrategyError):
         if math.isfinite(plan.cost):
             return with_fates(problem, plan)
@@ -87,7 +87,7 @@ def search(
 
 
 def _impossible(problem: SearchProblem, plan: Solution) -> str:
-    """Which conversion of a plan is impossible."""
+    """The text that names an impossible conversion of a plan."""
     for edge in problem.edges:
         producer, consumer = problem.vertices[edge.producer], problem.vertices[edge.consumer]
         before = producer.options[plan.choice[edge.producer]].results[edge.result]

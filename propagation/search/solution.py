@@ -1,7 +1,7 @@
-"""What a search returns.
+"""The result of a search.
 
-Of three operators with the options 0, 0, 0 at a cost of 4 and a bound of 4 it is `Solution((0, 0, 0), 4, 4)`, proven;
-`verify_solution` adds 4 up again, from the options' costs and those of conversions.
+For three operators with the options 0, 0, 0 at a cost of 4 and a bound of 4 it is `Solution((0, 0, 0), 4, 4)`, proven;
+`verify_solution` adds up the 4 again, from the costs of options and conversions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..problem.problem import SearchProblem
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """When the step of a plan is predicted to end, and a bound on when that of any plan does, in seconds from its
-    beginning."""
+    """The predicted end of a plan's step, and a bound on that of any plan, in seconds from the step's beginning."""
 
     seconds: float
     bound: float
@@ -27,15 +26,15 @@ class Ends:
 
 @dataclass(frozen=True)
 class Solution(Found):
-    """One option per vertex, with its cost and a bound on that of every plan, and what the search says beside.
+    """One option per vertex, its cost, a bound on the cost of every plan, and further results of the search.
 
     attained   a plan that costs the bound is known
-    replayed   the options are those of a plan that was given: nothing was searched
-    of_other_sizes   that plan was made by a search, for tensors of other sizes
-    keeping    what is kept for the backward and what is computed again; None: it was not asked
-    held       what a device holds while the backward runs
+    replayed   the options come from a given plan: nothing was searched
+    of_other_sizes   the given plan was found by a search for tensors of other sizes
+    keeping    the fates of results and conversions; None: not searched for
+    held       the bytes on a device during the backward
     binding    the cheapest plan would hold more than the memory limit, so that this one is another
-    ends       when its step ends, where the search has asked
+    ends       the predicted end of its step, if the search predicted it
     """
 
     attained: bool = False
@@ -51,12 +50,12 @@ class Solution(Found):
 
 
 def solution_of(found: Found) -> Solution:
-    """What was found of a problem's numbers, as a solution of the problem."""
+    """The solution of a problem from `found`, the result for its numbers."""
     return Solution(found.choice, found.cost, found.bound, found.width)
 
 
 def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:
-    """Raise VerifyError unless every vertex has one of its options, at the cost that is claimed."""
+    """Return `solution`. Raises VerifyError unless every vertex has one of its options and the cost is correct."""
     if len(solution.choice) != len(problem.vertices):
         raise VerifyError(f"the plan has {len(solution.choice)} choices for {len(problem.vertices)} vertices")
     for vertex, choice in zip(problem.vertices, solution.choice, strict=True):

@@ -1,11 +1,11 @@
-"""The search under a memory limit: how all is split, what is kept and what is computed again, as one decision.
+"""The search under a memory limit: strategies, what is kept and what is computed again, as one decision.
 
 Say three plans of three operators: A costs 10 and holds 8 bytes, B 12 and 4, C 16 and 3; the limit is 4. At a price of
 0.5 A and B come to 10 + 4 = 12 + 2 = 14 and C to 17.5. So any plan within the limit costs at least 14 - 0.5 * 4 = 12:
 B, which costs 12, is proven.
 
-Without a limit in sight the strategies are those of the cheapest plan, and nothing is kept that costs nothing to have
-again. Where that does not fit, strategies and fates are searched for together, at a price of a byte.
+If the limit does not bind, the strategies are those of the cheapest plan, and results that cost nothing to recompute
+are not kept. Otherwise strategies and fates are searched for together, at a price of a byte.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from ..problem.problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
 
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
-CURVE_FROM, CURVE_BY, CURVE_STEP, CURVE_IDLE = 1e-3, 4.0, 1e-2, 6  # prices of a curve, and how far points are apart
-LITTLE_WORK = 1e8  # sums of an elimination that may be done for many prices
-FEW_OPTIONS = 40  # of every vertex: no elimination of them is much work that could be less
-MANY_OPTIONS = (64, 32, 16, 8, 4)  # of a vertex that are looked at where all are too much work
-PRICES = (0.1, 1.0)  # of all bytes that there may be, over what is paid for time
-SWEEPS, MOST = 8, 8.0  # to find what is worth it, and the cost above which plans do not differ, over that of a plan
-GAP = 5e-3  # between a plan and its bound, above which fates are chosen alone too
-CLOSE = 1e-4  # as near to its bound as a plan need be
-WIDE_GAP = 1e-2  # the gap from which on other stretches are tried
-FEW_VERTICES = 400  # of a graph that is cut into short stretches too
-LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
+CURVE_FROM, CURVE_BY, CURVE_STEP, CURVE_IDLE = 1e-3, 4.0, 1e-2, 6  # prices of a curve, the distance of points, the end
+LITTLE_WORK = 1e8  # sums of an elimination that may run for many prices
+FEW_OPTIONS = 40  # of every vertex: with no more, leaving options out saves little work
+MANY_OPTIONS = (64, 32, 16, 8, 4)  # options of a vertex to keep, while all are too much work
+PRICES = (0.1, 1.0)  # of all bytes within the limit, relative to the cost of the cheapest plan
+SWEEPS, MOST = 8, 8.0  # sweeps to find promising options; the cap on costs, relative to the cheapest plan
+GAP = 5e-3  # the gap between a plan and its bound above which fates are chosen alone too
+CLOSE = 1e-4  # the gap at which a plan is close enough to its bound
+WIDE_GAP = 1e-2  # the gap above which other stretches are tried
+FEW_VERTICES = 400  # up to which a graph is cut into short stretches too
+LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough; the factor from one to the next
 
 
 @dataclass(frozen=True)
 class Point:
-    """A plan with its fates: what it costs, and the bytes that a device holds while each vertex runs, `modelled` as
-    prices count them and `held` in truth.
+    """A plan with its fates: its cost, and the bytes that a device holds while each vertex runs, `modelled` as prices
+    count them and `held` in truth.
 
     numbers       its options with fates, as `KeepProblem.costs` numbers them
-    kept_prices   at each vertex the price of a byte that is kept for it, by which the plan decides whether a conversion
+    kept_prices   the price at each vertex of a byte that is kept for it, by which the plan decides whether a conversion
                   runs again
     """
 
@@ -72,34 +72,34 @@ class Point:
 
     @property
     def peak(self) -> float:
-        """The most bytes that a device holds at a time."""
+        """The most bytes that a device holds at any time."""
         return float(self.held.max(initial=0.0))
 
 
 def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mapping[fx.Node, Needs]) -> Point:
-    """The strategies of `choice`, of which the fewest bytes are kept that may be at next to no cost; under
-    `Recompute.ALL` the fewest of all."""
+    """The strategies of `choice` with the fewest bytes kept at next to no cost; under `Recompute.ALL` with the fewest
+    of all."""
     everything = problem.settings.recompute is Recompute.ALL
     own = keep_problem(problem, needs, only_free=not everything).at(choice)
     prices = np.zeros(len(problem.vertices))
     price = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
-    prices[-1:] = 2 * price  # what is computed again at once is there with what it is computed of
+    prices[-1:] = 2 * price  # a stretch that is recomputed at once is there together with its operands
     return _read(own, _cheapest_fates(own.costs(prices, price)), prices, price)
 
 
 def _cheapest_fates(costs: Costs) -> tuple[int, ...]:
-    """The least of `costs`, of which reductions leave next to nothing where strategies are given."""
+    """The least of `costs`; reductions leave next to nothing of them if strategies are given."""
     try:
         rest = reduced(costs)
-    except StrategyError:  # a strategy is impossible, whatever is kept
+    except StrategyError:  # the strategies are impossible, whatever is kept
         return (0,) * len(costs.unary)
     order = elimination_order(rest.costs, TABLE_LIMIT)
     return rest.whole(eliminate_in(rest.costs, affordable(rest.costs, order)).choice)
 
 
 def with_fates(problem: SearchProblem, found: Solution) -> Solution:
-    """`found`, a solution, with what is kept: the cheapest that keeps to the memory limit. Strategies stay as they are.
-    Raises DoesNotFitError where nothing does."""
+    """`found`, with the cheapest fates that keep to the memory limit; its strategies stay. Raises DoesNotFitError if
+    there are none."""
     needs = needs_of(problem.graph, problem.tensors.flows)
     first, limit = kept_for_free(problem, found.choice, needs), problem.settings.memory_limit
     if limit is not None and first.peak > limit:
@@ -109,19 +109,18 @@ def with_fates(problem: SearchProblem, found: Solution) -> Solution:
 
 
 def within_memory(problem: SearchProblem, free: Solution) -> Solution:
-    """The cheapest plan found that keeps to the memory limit of `problem`, with a bound on what any such plan costs.
-    `free`: the cheapest one without a limit. Raises DoesNotFitError where none is found.
+    """The cheapest plan found that keeps to the memory limit of `problem`, with a bound on the cost of any such plan.
+    `free`: the cheapest one without a limit. Raises DoesNotFitError if none is found.
 
     Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
-    the cheapest plan changes from one that fits to one that does not: the price at which the two last found cost the
+    the cheapest plan changes from one that fits to one that does not: the price at which the last two plans cost the
     same is tried until neither is beaten (Handler & Zang, "A dual algorithm for the constrained shortest path
-    problem", 1980). Layers that are alike change all at once; so parts of the two plans are mixed, as far as that
-    fits; and where a gap is left, fates are chosen alone, with the strategies of either.
+    problem", 1980). Equal layers change all at once, so parts of the two plans are mixed, as far as that fits; and if
+    a gap is left, fates are chosen alone, with the strategies of either.
 
-    What is computed again of a stretch is there at once, and what stands between stretches is kept: where no plan is
-    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. Where a
-    search is much work, only the options are looked at
-    that seem worth it, with or without a price of a byte: see `_promising`.
+    The recomputed values of a stretch are there all at once, and values between stretches are kept: if no plan is
+    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. If a search
+    is much work, only promising options are considered, with and without a price of a byte: see `_promising`.
     """
     needs = needs_of(problem.graph, problem.tensors.flows)
     first, limit = kept_for_free(problem, free.choice, needs), problem.settings.memory_limit
@@ -130,7 +129,7 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     whole = keep_problem(problem, needs, only_free=False)
     found: list[tuple[Point, float]] = []
     refused: list[DoesNotFitError] = []
-    tell(math.inf, free.bound)  # the plan that is known does not fit
+    tell(math.inf, free.bound)  # the known plan does not fit
     for stretches in _cuts(whole):
         if any(point.cost <= bound * (1 + WIDE_GAP) for point, bound in found):
             break
@@ -145,8 +144,8 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
 
 
 def has_room(problem: SearchProblem, choice: tuple[int, ...]) -> bool:
-    """Whether a plan of these strategies fits, whatever is kept of it: where all that it has and makes, with what that
-    is converted to, would be there at once, and its gradients too, and as much again beside it."""
+    """Whether a plan with these strategies surely fits, whatever it keeps: if all its tensors and converted tensors
+    were there at once, with their gradients and as much again."""
     limit, vertices = problem.settings.memory_limit, problem.vertices
     if limit is None:
         return True
@@ -161,7 +160,7 @@ def _cost(found: tuple[Point, float]) -> float:
 
 
 def _cuts(whole: KeepProblem) -> Iterator[tuple[int, ...]]:
-    """Where a graph is cut into stretches, one way after the other."""
+    """The ways to cut a graph into stretches, one after the other."""
     yield whole.stretches
     yield tuple(number // 2 for number in whole.stretches)
     if len(whole.problem.vertices) <= FEW_VERTICES:
@@ -176,9 +175,9 @@ def _best(whole: KeepProblem, free: Solution, limit: float, first: Point) -> tup
 
 
 def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepProblem, float]:
-    """`whole` with so many options of each vertex that the cheapest plan at a price is little work, and what a plan
-    with another option costs at least: keeping less costs time and saves none, so that a bound without a limit is one
-    with it. Kept are those of `free`, and those by which plans can be cheapest, without a price of a byte and with one.
+    """`whole` with so few options of each vertex that the cheapest plan at a price is little work, and a lower bound on
+    the cost of a plan with another option: keeping less costs time and saves none, so that a bound without a limit is
+    one with it. The options of `free` are kept, and the promising ones with and without a price of a byte.
     """
     worth: list[list[Floats]] = []
     some, dropped = whole, math.inf
@@ -196,8 +195,8 @@ def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepPr
 def _most_worth(
     problem: SearchProblem, free: Solution, worth: list[list[Floats]], many: int
 ) -> tuple[list[Codes], float]:
-    """Of each vertex the option of `free`, and the `many` that are worth most by each of `worth`; and the least that a
-    plan with another one costs, by the first. Vertices that are alike keep the same."""
+    """For each vertex the option of `free` and the `many` best ones by each of `worth`; and a lower bound on the cost
+    of a plan with another option, by the first of `worth`. Vertices that share options keep the same."""
     alike: dict[int, set[int]] = {}
     for i, vertex in enumerate(problem.vertices):
         best = [np.argsort(each[i], kind="stable")[:many].tolist() for each in worth]
@@ -210,8 +209,8 @@ def _most_worth(
 
 
 def _worth(problem: SearchProblem, free: Solution, price: float) -> list[Floats]:
-    """What a plan with each option costs at least when a byte that waits for the backward costs `price` times what
-    `free` does."""
+    """A lower bound on the cost of a plan with each option, if a byte that waits for the backward costs `price` times
+    the cost of `free`."""
     written = network_of(problem)
     extra = (price * free.cost * vertex.options.memory for vertex in problem.vertices)
     unary = tuple(costs + more for costs, more in zip(written.unary, extra, strict=True))
@@ -224,12 +223,12 @@ def _worth(problem: SearchProblem, free: Solution, price: float) -> list[Floats]
 
 
 def _work(problem: KeepProblem) -> float:
-    """How much work the cheapest plan at a price is."""
+    """The sums of the elimination that finds the cheapest plan at a price."""
     return elimination_order(problem.costs(np.zeros(len(problem.stretches)))).work
 
 
 def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Point, float]:
-    """The cheapest plan of `search` with its bound, or one that has the strategies of a plan that it came by."""
+    """The cheapest plan of `search` with its bound, or a cheaper one with the strategies of a plan on its way."""
     point, bound = search.best(free)
     if point.cost > bound * (1 + GAP):
         for choice in dict.fromkeys((free.choice, search.above.choice, point.choice)):
@@ -240,8 +239,8 @@ def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Poin
 
 
 def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
-    """Plans of which each holds less at its peak than the one before, and costs more: `free`, the cheapest, with what
-    is free to have again, then the optimum at one price of a byte after the other."""
+    """Plans that each hold less at their peak than the one before, and cost more: `free`, the cheapest, with its free
+    fates, then the optimum at one price of a byte after the other."""
     needs = needs_of(problem.graph, problem.tensors.flows)
     first = kept_for_free(problem, free.choice, needs)
     yield _solution(free, first, free.bound)
@@ -259,7 +258,7 @@ def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
 
 
 class _Search:
-    """The prices that were tried, and what was found."""
+    """The state of a search: the prices tried, and their results."""
 
     def __init__(self, problem: KeepProblem, limit: float, first: Point) -> None:
         self.problem, self.limit = problem, limit
@@ -270,7 +269,7 @@ class _Search:
         self._start()
 
     def best(self, free: Solution) -> tuple[Point, float]:
-        """The cheapest plan that is found, and a bound."""
+        """The cheapest plan found, and a bound."""
         above, below = self._bracket(free)
         best = below
         for _ in range(ROUNDS):
@@ -297,8 +296,8 @@ class _Search:
         return best, self.bound(free, best)
 
     def _bracket(self, free: Solution) -> tuple[Point, Point]:
-        """A plan that does not fit, and one that does: a byte costs more and more, at the times when too many are
-        held. Such times change with the plan: those of the last one count, or where that leads nowhere all of them."""
+        """A plan that does not fit, and one that does: the price of a byte rises, at the times when too many are held.
+        Such times change with the plan: those of the last plan count, or if that leads nowhere, those of all."""
         least = self.first
         for forgetting in (True, False):
             above, price = self.first, 1e-2 * free.cost / self.limit
@@ -314,12 +313,12 @@ class _Search:
         raise _too_little(self.problem, least, self.limit)
 
     def _start(self) -> None:
-        """A byte costs something at the peak of the first plan."""
+        """Start with a price at the peak of the first plan only."""
         self.weights = np.zeros(len(self.problem.stretches))
         self.weights[int(self.first.held.argmax())] = 1.0
 
     def at_price(self, price: float) -> Point:
-        """The cheapest plan when a byte at the peak costs `price`."""
+        """The cheapest plan at `price` per byte, spread over the times in `weights`."""
         prices = price * self.weights
         point, found, self.order = _solved(self.problem, prices, self.order, self.known)
         self.known = point.numbers
@@ -327,8 +326,8 @@ class _Search:
         return point
 
     def look_at(self, point: Point, forgetting: bool = False) -> None:
-        """From now on a byte costs something at the peak of `point` too; `forgetting`: and no more where `point` is
-        within the limit."""
+        """Put a price on a byte at the peak of `point` too; `forgetting`: remove the prices from times at which `point`
+        is within the limit."""
         if forgetting:
             self.weights = np.where(point.held > self.limit, self.weights, 0.0)
         when = int(point.held.argmax())
@@ -336,9 +335,9 @@ class _Search:
         self.weights /= self.weights.sum()
 
     def _mixed(self, above: Point, below: Point, parts: Codes) -> Iterator[Point]:
-        """Plans that are `above` in the first parts, as many as fit, and `below` in the others. `parts`: the number of
-        the part that each vertex is in."""
-        low, high = 0, int(parts.max(initial=0)) + 1  # parts of `above` that fit, that do not
+        """Plans that equal `above` in the first parts, as many as fit, and `below` in the others. `parts`: the number
+        of each vertex's part."""
+        low, high = 0, int(parts.max(initial=0)) + 1  # numbers of parts of `above` that fit, and that do not
         while high - low > 1:
             many = (low + high) // 2
             numbers = np.where(parts < many, above.numbers, below.numbers)
@@ -351,7 +350,7 @@ class _Search:
                 high = many
 
     def _apart(self, above: Point, below: Point) -> Codes:
-        """The parts in which the two plans differ, each of which touches no other, numbered in their order."""
+        """The connected parts in which the two plans differ, numbered in their order."""
         graph = networkx.Graph()
         graph.add_nodes_from(np.flatnonzero(np.array(above.numbers) != np.array(below.numbers)).tolist())
         ends = ((edge.producer, edge.consumer) for edge in self.problem.problem.edges)
@@ -362,8 +361,8 @@ class _Search:
         return parts
 
     def bound(self, free: Solution, point: Point) -> float:
-        """What any plan that fits costs at least: beside what the search counts, others have to do with the room that
-        `point` takes."""
+        """A lower bound on the cost of any plan that fits. Bytes that the search does not count are taken as those of
+        `point`."""
         room = self.limit - (point.held - point.modelled)
         bound = max([free.bound, *(dual - float(prices @ room) for prices, dual in self.tried)])
         return min(bound, point.cost)
@@ -375,8 +374,8 @@ def _solved(
     like: EliminationOrder | None = None,
     known: tuple[int, ...] | None = None,
 ) -> tuple[Point, Found, EliminationOrder]:
-    """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices;
-    `known`: the numbers of a plan."""
+    """The cheapest plan at these prices, its `Found`, and the elimination order; `like`: the order for other prices;
+    `known`: the numbers of a known plan."""
     costs = problem.costs(prices)
     order = (like and order_like(like, costs)) or elimination_order(costs, TABLE_LIMIT)
     if order.quick or known is None:
@@ -398,12 +397,12 @@ def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: f
 
 
 def _next_to_nothing(settings: Settings) -> float:
-    """A price of a byte at which only what is free is computed again."""
+    """A price of a byte at which only free results are computed again."""
     return CHEAP * settings.weights.compute / settings.profile.memory_bandwidth
 
 
 def _outweighing(problem: SearchProblem) -> float:
-    """A price of a byte beside which nothing else counts, within what floats can add up."""
+    """A price of a byte that outweighs everything else, within the precision of floats."""
     heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
     return 1e6 / max(heaviest, 1.0)
 
@@ -413,7 +412,7 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
 
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitError:
-    """That no plan keeps to the limit; `least` is the plan that holds the least."""
+    """The error that no plan keeps to the limit; `least`: the plan with the lowest peak."""
     of, always = problem.problem, least.when.always
     phase, at = least.when.moment
     held = [*((size, name) for name, size in always.items())]
