@@ -27,8 +27,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the parameters and buffers of `module` by `tensors`, by name. If the module has replaced one of them in
-    the end, `tensors`, if it is a dict, gets the replacement."""
+    """Inside the block, replace the parameters and buffers of `module` by `tensors`, by name. If another tensor is in
+    the place of one at the end, `tensors`, if it is a dict, gets that one."""
     places = {}
     for name in tensors:
         path, _, attribute = name.rpartition(".")

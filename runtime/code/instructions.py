@@ -179,7 +179,7 @@ class InputsAs:
 
     @cached_property
     def views(self) -> frozenset[int]:
-        """The inputs whose parts are views if possible: of the whole tensor, or of the part that a rank holds."""
+        """The inputs whose parts are views: of the whole if possible, and always of the part that a rank holds."""
         return self.loose | self.written
 
 

@@ -120,7 +120,7 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace the method `name` of `modules` by `method`, except where the instance has its own."""
+    """Inside the block, replace the method `name` of `modules` by `method`, except where an instance has its own."""
     changed = [module for module in modules if name not in vars(module)]
 
     def restore() -> None:
@@ -148,7 +148,7 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Disable the checks of torch.distributions, which depend on the values of tensors."""
+    """Inside the block, disable the checks of torch.distributions, which depend on the values of tensors."""
     before = distributions_validate()
     with afterwards(lambda: Distribution.set_default_validate_args(before)):
         Distribution.set_default_validate_args(False)

@@ -50,7 +50,7 @@ class ModuleHooks:
 
     @contextlib.contextmanager
     def of(self, fn: Any) -> Iterator[None]:
-        """Replace the hooks of the modules of `fn` by ones that are captured rather than called."""
+        """Inside the block, replace the hooks of the modules of `fn` by ones that are captured rather than called."""
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         stores = [store for _, m in modules for kind in KINDS for store in stores_of(m, kind)]
         shared = [global_hooks(kind) for kind in KINDS]

@@ -16,7 +16,7 @@ from .hook_kinds import KINDS, computes_parameters
 
 
 def awake() -> contextlib.AbstractContextManager[None]:
-    """Wake all hooks while a function is captured together with them."""
+    """Wake all hooks inside the block, in which a function is captured together with them."""
     return meanwhile(hooking=True)
 
 
@@ -41,7 +41,7 @@ def _resting(kind: Any) -> Any:
 
 @contextlib.contextmanager
 def none_of_all_modules() -> Iterator[None]:
-    """Remove the global module hooks while planning calls its own modules."""
+    """Remove the global module hooks inside the block, in which planning calls its own modules."""
     saved = [(store, OrderedDict(store)) for store in map(global_hooks, KINDS)]
 
     def restore() -> None:

@@ -49,7 +49,7 @@ def _local_groups(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _own_groups(
     emit: Emitter, x: fx.Node, weight: fx.Node, offsets: fx.Node, rest: list[Any], kwargs: dict[str, Any]
 ) -> fx.Node:
-    """Multiply the rank's own groups. The kernel leaves rows outside of groups unwritten, in the result and in the
+    """Multiply the rank's own groups. The kernel leaves rows after the last group unwritten, in the result and in the
     gradient, so both are masked."""
     place, width = emit.position("e"), emit.shapes.operands[1][0]
     hidden = emit.call(others_rows, offsets, place, width, emit.shapes.operands[0][0])
