@@ -1,14 +1,14 @@
 """From Python to a Graph: one call of a function or module is traced with torch.export and cleaned up.
 
-In come a callable, its arguments and, if it may ask for them, the values of its tensors; out comes a Graph that is
-verified, or a CaptureError that names the caller's line. capture.py has the list of passes, and is the place to start.
+The input is a callable, its arguments and, if it may ask for them, the values of its tensors. The output is a verified
+Graph, or a CaptureError that names the caller's line. Start with capture.py, which lists the passes.
 
     capture.py          the passes
     any_size.py         one capture for all sizes of some dims, and its graph at each; counted.py: for all integers
     ports.py            the inputs and outputs of a graph
-    initialisers.py     the graph of what initialises a module's tensors
+    initialisers.py     the graph that initialises a module's tensors
     export/             one call through torch.export
-    rewrites/           operators written with others
+    rewrites/           operators rewritten in terms of others
     hooks/              hooks of tensors and modules
     manual/             functions that a person wrote for one rank
 """

@@ -1,9 +1,9 @@
 """A function captured once for all sizes of some dims, and its graph at each of them.
 
-torch.export runs the function with symbols in the place of those sizes. Where the function decides something by a size,
-torch notes a guard: a relation between symbols that held. `AnySize.at` puts the sizes of a call in the place of the
-symbols, and what comes out is what a capture of that call would give, without running the function again. A size for
-which a guard does not hold is refused, as are the sizes 0 and 1, which torch never makes symbols of.
+torch.export runs the function with symbols in place of those sizes. Where the function decides something by a size,
+torch records a guard: a relation between symbols that held. `AnySize.at` substitutes the sizes of a call for the
+symbols, which gives the same as a capture of that call without running the function again. A size that violates a guard
+is refused, as are the sizes 0 and 1, for which torch never makes symbols.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Sizes = tuple[int | torch.SymInt, ...]
 
 _OF_TENSORS = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
 _PLAIN = (type(None), bool, int, float, complex, torch.dtype, torch.device, type)
-_READ = (str, bytes, torch.Size, tuple, list, slice, range)  # what repr shows the whole of
+_READ = (str, bytes, torch.Size, tuple, list, slice, range)  # repr shows all of their contents
 
 
 class OtherSizesError(Exception):
-    """The function would do something else for tensors of the sizes of a call, or might."""
+    """The function does, or might do, something else for tensors of the sizes of a call."""
 
 
 @dataclass(frozen=True)
 class AnySize:
-    """A function as it was captured for all sizes of some dims.
+    """A function captured for all sizes of some dims.
 
     attempt   how it was traced, without the tensors of the call
-    traced    what came out, with symbols for sizes
-    sizes     of each tensor of the call, the sizes of its dims: numbers and symbols; `strides` likewise
+    traced    the result, with symbols for sizes
+    sizes     the sizes of each tensor of the call, numbers and symbols; `strides` likewise
     """
 
     attempt: Attempt
@@ -51,25 +51,26 @@ class AnySize:
 
     @property
     def dims(self) -> Dims:
-        """The dims whose sizes may change: those that were asked for, but for those that the function counts on."""
+        """The dims whose sizes may change: the requested ones, except those whose size the function depends on."""
         each = ((place, dim, size) for place, sizes in enumerate(self.sizes) for dim, size in enumerate(sizes))
         return frozenset((place, dim) for place, dim, size in each if symbols_in(size))
 
     @property
     def fixed(self) -> str:
-        """The dims whose sizes were to change and may not, in words."""
+        """The requested dims whose sizes may not change, in words."""
         names = self.attempt.call.names
         listed = [f"dim {dim} of {names[place]!r}" for place, dim in sorted(self.attempt.changing - self.dims)]
         return " and ".join(listed)
 
     def at(self, call: Call) -> tuple[Attempt, Traced]:
-        """What a capture of `call` would give. Raises OtherSizesError where the function might do something else."""
+        """The result that a capture of `call` would give. Raises OtherSizesError where the function might do something
+        else."""
         values = self._values(call.tensors)
         traced = replace(self.traced, module=with_sizes(self.traced.module, values))
         return replace(self.attempt, call=call), traced
 
     def _values(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """The values of the symbols where the tensors of a call are `tensors`."""
+        """The values of the symbols for a call with `tensors`."""
         pairs = _pairs(self.sizes, [tensor.shape for tensor in tensors])
         lying = _pairs(self.strides, [tensor.stride() for tensor in tensors])
         return values_of_symbols(pairs, lying)
@@ -78,8 +79,8 @@ class AnySize:
 def values_of_symbols(
     pairs: Sequence[tuple[int | torch.SymInt, int]], more: Sequence[tuple[int | torch.SymInt, int]] = ()
 ) -> dict[Any, int]:
-    """The values of the symbols where sizes that were traced are those that they are paired with; `more`: strides,
-    which may tell a symbol. Raises OtherSizesError where the function might do something else."""
+    """The values of the symbols that make each traced size equal the size it is paired with; `more`: pairs of strides,
+    which may determine a symbol. Raises OtherSizesError where the function might do something else."""
     given = [(symbol_of(symbolic), size) for symbolic, size in reversed([*pairs, *more])]
     values = {symbol: size for symbol, size in given if symbol is not None}
     for symbolic, size in pairs:
@@ -99,8 +100,8 @@ def values_of_symbols(
 
 
 def any_size(attempt: Attempt, traced: Traced) -> AnySize:
-    """What was traced with symbols. Raises CaptureError where a size may be in what only Python reads, as in a text:
-    torch notes no guard for that."""
+    """The AnySize of a trace with symbols. Raises CaptureError where a size may be part of a value that only Python
+    reads, such as a string: torch records no guard for that."""
     placeholders = {node.name: node for node in traced.module.graph.nodes if node.op == "placeholder"}
     inputs = [spec.arg.name for spec in traced.signature.input_specs if spec.kind is InputKind.USER_INPUT]
     sizes = tuple(tuple(placeholders[name].meta["val"].shape) for name in inputs)
@@ -112,7 +113,7 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
 
 
 def check_kept(traced: Traced, sizes: Sequence[int | torch.SymInt]) -> None:
-    """Raise CaptureError where one of `sizes` may be in what only Python reads of what was traced, or in a branch."""
+    """Raise CaptureError where one of `sizes` may be part of a traced value that only Python reads, or of a branch."""
     names = {str(symbol) for size in sizes for symbol in symbols_in(size)}
     for kept in (*traced.result.plain(), *traced.left.plain()):
         if not isinstance(kept, (*_PLAIN, *_READ)) or names & _words(kept):
@@ -130,19 +131,19 @@ def _pairs(symbolic: Sequence[Sizes], given: Sequence[Sequence[int]]) -> list[tu
 
 
 def _words(value: Any) -> set[str]:
-    """What may be the names of symbols in a value of Python."""
+    """The words in the repr of a Python value that may be names of symbols."""
     return set(re.findall(r"s\d+", repr(value)))
 
 
 def is_symbolic(val: Any) -> bool:
-    """Whether what a node gives has a size that is not known."""
+    """Whether the value of a node is, or contains, a symbolic number or a tensor with symbolic sizes."""
     if isinstance(val, torch.Tensor):
         return any(map(symbols_in, (*val.shape, *val.stride())))
     return isinstance(val, tuple(NUMBERS)) or (isinstance(val, list | tuple) and any(map(is_symbolic, val)))
 
 
 def with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphModule:
-    """A copy of a traced graph where the symbols have `values`. What computes numbers from sizes is gone."""
+    """A copy of a traced graph where the symbols have `values`, without the nodes that compute numbers from sizes."""
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node in module.graph.nodes:
         val = node.meta.get("val")
@@ -165,7 +166,7 @@ def with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphMod
 
 
 def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Any]) -> fx.Node:
-    """A copy of `node` with the name that it has in a capture, which computes no numbers in between."""
+    """A copy of `node` with the name that it has in a capture without symbols, which has no nodes for numbers."""
     if node.op != "call_function":
         return graph.node_copy(node, copies.__getitem__)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
@@ -176,7 +177,7 @@ def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Any]) -> fx
 
 
 def _takes_all(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> bool:
-    """Whether a slice takes the whole of a dim: of a size that it knows, torch makes no such slice."""
+    """Whether a slice takes the whole of a dim: for a known size, torch makes no such slice."""
     given: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     x, dim, start, end, step = given
     start, end = (copies[each] if isinstance(each, fx.Node) else each for each in (start, end))
@@ -197,7 +198,7 @@ def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, i
 
 
 def _at(val: Any, values: Mapping[Any, int]) -> Any:
-    """One value of a node where the symbols have `values`. A number that follows from what tensors hold stays."""
+    """One value of a node where the symbols have `values`. A number that depends on the values of tensors stays."""
     if not isinstance(val, FakeTensor) or any(symbols_in(size) - values.keys() for size in val.shape):
         return val
     shape, strides = ([at_symbols(size, values) for size in sizes] for sizes in (val.shape, val.stride()))

@@ -6,8 +6,8 @@
     ports          (ports.py) the inputs and outputs, by role and name; the inputs of one tied parameter become one
     passes         the list in `_passes`, below
 
-A function whose course depends on values is captured again, with its questions answered (questions.py): first no
-questions, then conditions, then numbers as well. Where it raises on an assumed answer, the other one is tried.
+A function whose course depends on values is captured again with its questions answered (questions.py): first none, then
+conditions, then numbers as well. Where it raises on an assumed answer, the other answer is tried.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
 
 
 def applied(each: Pass, module: fx.GraphModule, inputs: Sequence[Port]) -> None:
-    """Apply a pass to `module`, whose inputs are `inputs`. What stands around passes in its place may watch them."""
+    """Apply a pass to `module`, whose inputs are `inputs`. A caller of `capture` may wrap passes in a function of its
+    own instead."""
     each(module)
 
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What a graph follows from beside the call.
+    """The settings, apart from the call, that determine a graph.
 
-    batch_norm_parts   into how many parts BatchNorm splits a batch in training, each with statistics of its own
+    batch_norm_parts   the number of parts into which BatchNorm splits a training batch, each with its own statistics
     random_numbers     how random numbers are drawn
-    own                operators for which users wrote rules, so that they stay as they are
-    gradients          whether the function finds gradients enabled; a graph that has them also serves calls without,
-                       unless the function asks
+    own                operators with rules of users, which are not rewritten
+    gradients          whether the function runs with gradients enabled; a graph with gradients also serves calls
+                       without, unless the function asks whether they are enabled
     late               the answers to the first questions that the function asks late (questions.py)
-    returns_given      whether tensors of the call that the function returns in an object are the caller's, and no
-                       results: `Structure.build` is given them
+    returns_given      whether tensors of the call that the function returns in an object belong to the caller and are
+                       not results: `Structure.build` takes them as arguments
     """
 
     batch_norm_parts: int = 1
@@ -90,15 +91,15 @@ def capture(
 ) -> Graph:
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
 
-    values    the tensors of the call, which answer what `fn` asks of them (questions.py); without them it may ask
-              nothing
-    effects   notes the values that `fn` leaves behind; their tensors become outputs of the graph, before what `fn`
-              asks late
+    values    the tensors of the call, which answer the questions of `fn` (questions.py); without them it may ask none
+    effects   records the values that `fn` leaves behind; their tensors become outputs of the graph, before the
+              conditions that `fn` asks late
     around    applies each pass
 
-    Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
-    the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
-    raised as it is. Raises StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
+    Raises CaptureError when torch.export cannot make one static graph, or when `fn` itself raises; the error names the
+    line of the caller's code, and its cause is the original exception. An exception that `fn` raises because of an
+    answer passes through unchanged. Raises StrategyError for a training BatchNorm whose batch `batch_norm_parts` does
+    not divide.
     """
     call = flatten_call(fn, args, kwargs)
     undecided: Undecided | None = None
@@ -124,8 +125,8 @@ def capture_any_size(
     options: CaptureOptions = _DEFAULTS,
     effects: EffectListener | None = None,
 ) -> AnySize:
-    """Capture `fn` for all sizes of the dims `changing` of the tensors of a call, whose own sizes there are at least 2.
-    `dense`: as if they all lay densely in memory; a function that asks how they do is captured as they are.
+    """Capture `fn` for all sizes of the dims `changing` of a call's tensors, whose own sizes there are at least 2.
+    `dense`: as if all tensors were contiguous; otherwise with their own strides, for a function that asks for them.
 
     Raises CaptureError where `capture` does, and where `fn` asks for values.
     """
@@ -157,10 +158,10 @@ def capture_counting(
     effects: EffectListener | None = None,
     around: Around = applied,
 ) -> Graph:
-    """The graph of `fn` for all calls that differ from this one in the `numbers` alone, which are inputs of it; what
-    else these must be is its `counts`.
+    """The graph of `fn` for all calls that differ from this one only in `numbers`, which become inputs; its `counts`
+    are the conditions on them.
 
-    Raises CaptureError where `capture` does, where `fn` asks for values, and where a size follows from a number.
+    Raises CaptureError where `capture` does, where `fn` asks for values, and where a size depends on a number.
     """
     call = flatten_call(fn, args, kwargs).counting(numbers)
     if call is None:
@@ -190,8 +191,8 @@ def graph_at(
     captured: AnySize, args: tuple[Any, ...], kwargs: dict[str, Any], options: CaptureOptions = _DEFAULTS,
     around: Around = applied,
 ) -> Graph:  # fmt: skip
-    """The graph of a call of what was captured for any size, with the same `options`. Raises OtherSizesError where a
-    capture of the call might give another one."""
+    """The graph of a call of a function captured for any size, with the same `options`. Raises OtherSizesError where a
+    capture of the call might give another graph."""
     fn = captured.attempt.fn
     attempt, traced = captured.at(flatten_call(fn, args, kwargs))
     try:
@@ -201,15 +202,15 @@ def graph_at(
 
 
 def _check_alike(graph: Graph, plain: Graph) -> None:
-    """Raise CaptureError unless the graph that was made of symbols is that of a capture without. Python may ask whether
-    a size is an int, or write it into a text, and torch notes nothing."""
+    """Raise CaptureError unless the graph captured with symbols equals the one captured without. Python may ask whether
+    a size is an int, or write it into a string, and torch records no guard."""
     if _texts(graph) != _texts(plain):
         raise CaptureError("it does something else where torch has symbols for sizes, as where it asks for their type")
 
 
 def _texts(graph: Graph) -> list[Any]:
-    """What a graph does, with the names of its inputs and numbers for its operators; numbers that it returns are plain
-    values, which they are in a capture without symbols."""
+    """A graph as text, with the names of its inputs and numbers for its operators. Numbers that it returns are plain
+    values, as in a capture without symbols."""
     numbers = {port.node: number for port in graph.outputs if (number := _number_of(port.node)) is not None}
     nodes = [node for node in graph.nodes if node not in numbers]
     names: dict[fx.Node, str] = {port.node: port.name for port in graph.inputs}
@@ -225,7 +226,7 @@ def _texts(graph: Graph) -> list[Any]:
 
 
 def _number_of(node: fx.Node) -> bool | int | float | None:
-    """The number that a node gives, if the graph has it."""
+    """The number that a node returns, if it is a constant of the graph."""
     if node.target is not torch.ops.aten.scalar_tensor.default or isinstance(node.args[0], fx.Node):
         return None
     kind = {torch.bool: bool, torch.int64: int, torch.float64: float}.get(value(node).dtype)
@@ -234,7 +235,7 @@ def _number_of(node: fx.Node) -> bool | int | float | None:
 
 
 def _checked(graph: Graph, traced: Traced) -> Graph:
-    """The graph of what was traced, which keeps what graphs promise."""
+    """The graph with the tensors that the trace read, verified. Warns of updates in checkpointed regions."""
     warn_of_updates(graph)
     return verify(check_dtypes(replace(graph, read=tuple(traced.read))))
 
@@ -254,8 +255,8 @@ def _traced(
     values: Values | None,
     effects: EffectListener,
 ) -> tuple[Attempt, Traced]:
-    """What torch.export makes of `fn` where questions up to `level` are answered, on the first answers to late
-    questions on which it does not raise."""
+    """Trace `fn` with questions up to `level` answered, on the first answers to late questions on which it does not
+    raise."""
     may_draw = options.random_numbers is not RandomNumbers.TORCH
     assumed: Sequence[Answer] = options.late
     while True:
@@ -276,8 +277,8 @@ def _traced(
 
 
 def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | None:
-    """What to assume next where `fn` raised on `assumed`, the first of which are `known`: one combination after
-    another, and None after the last."""
+    """The next combination of answers to assume after `fn` raised on `assumed`, of which the first `known` are fixed;
+    None after the last combination."""
     last = max((i for i, answer in enumerate(assumed) if i >= known and not answer), default=None)
     return None if last is None else (*assumed[:last], True)
 
@@ -308,17 +309,17 @@ def _passes(inputs: InputPorts, outputs: list[Port], device: str, options: Captu
 
     if device == "meta":
         yield leave_meta  # tensors of the meta device are planned as on the CPU
-    yield true_states  # the states of LSTMs have the shapes that they have, not those that were traced
-    yield adopt  # the backward of a torch.autograd.Function becomes one that autograd makes
+    yield true_states  # the states of LSTMs get their real shapes in place of the traced ones
+    yield adopt  # the backward of a torch.autograd.Function becomes one that autograd derives
     yield flatten_control  # loops are unrolled, and branches become one operator each
     yield expand_operators  # operators whose rule would not be local become sums and pointwise operators
-    yield name_manuals  # their calls have the names of their functions
+    yield name_manuals  # calls of manual functions get the names of their functions
     yield absorb  # convolutions take over the padding of their operands
     yield prune  # views become reshapes; asserts and dead nodes go
 
 
 def _final_ports(graph: Graph, outputs: Sequence[Port]) -> Iterator[Port]:
-    """The `outputs` with the nodes that the graph returns in the end, and whether a gradient reaches them."""
+    """The `outputs` with the nodes that the final graph returns, and whether a gradient reaches them."""
     returned = next(node for node in graph.module.graph.nodes if node.op == "output").args[0]
     differentiable = graph.differentiable
     for node, port in zip(returned, outputs, strict=True):

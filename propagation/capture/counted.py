@@ -1,10 +1,10 @@
-"""Numbers of a call that change from call to call, as the length of a text so far: one graph for all of them.
+"""One graph for all values of the numbers that change from call to call, such as the length of a text so far.
 
-torch.export runs the function with a symbol in the place of each such number, as it does with sizes (any_size.py): that
-of a tensor without elements, whose size is the number. Where the function decides something by it, torch notes a guard;
-`Counts` tells whether these hold for the numbers of another call. In the graph the number becomes a tensor of one
-element, an input like any other, and what is computed with it is computed by operators (numbers.py). A function whose
-tensors have sizes that follow from the number has no such graph.
+torch.export runs the function with a symbol in place of each such number, as it does with sizes (any_size.py): the size
+of an empty tensor stands for the number. Where the function decides something by it, torch records a guard;
+`CapturedCounts` tells whether the guards hold for the numbers of another call. In the graph the number becomes a tensor
+of one element, an input like any other, and operators compute with it (numbers.py). A function with tensors whose sizes
+depend on the number has no such graph.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class CapturedCounts:
-    """What a graph counts on: the `numbers` of its call as they were traced, and that all that is `computed` of them
-    fits int64, as Python's integers do not have to."""
+    """The conditions of a graph on numbers: the guards on the traced `numbers`, and that everything `computed` from
+    them fits int64, unlike Python's unbounded integers."""
 
     numbers: tuple[int | torch.SymInt, ...]
     computed: tuple[torch.SymInt, ...] = ()
@@ -49,8 +49,8 @@ class CapturedCounts:
 
 
 def at_numbers(attempt: Attempt, traced: Traced) -> Traced:
-    """What was traced of a call with numbers that change, with the numbers of that call in it. Raises CaptureError
-    where the function counts on a number, or may have it in what only Python reads."""
+    """The trace of a call with changing numbers, with the numbers of that call substituted. Raises CaptureError where
+    the function depends on a number, or may have it in a value that only Python reads."""
     nodes = _stand_ins(attempt, traced)
     sizes = tuple(node.meta["val"].shape[0] for node in nodes)
     if fixed := [number for size, number in zip(sizes, attempt.numbers, strict=True) if not symbols_in(size)]:
@@ -61,8 +61,8 @@ def at_numbers(attempt: Attempt, traced: Traced) -> Traced:
 
 
 def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, CapturedCounts]:
-    """What was traced of a call with numbers that change, with tensors for these (in place), and what it counts on.
-    Raises CaptureError where a size follows from one of them."""
+    """The trace of a call with changing numbers, with tensors for these (in place), and its conditions. Raises
+    CaptureError where a size depends on one of them."""
     module = traced.module
     nodes = _stand_ins(attempt, traced)
     sizes = tuple(node.meta["val"].shape[0] for node in nodes)
@@ -86,7 +86,7 @@ def _stand_ins(attempt: Attempt, traced: Traced) -> list[fx.Node]:
 
 
 def _become_number(graph: fx.Graph, node: fx.Node) -> None:
-    """Let an input without elements be the number that its size was."""
+    """Turn an empty input, whose size stands for a number, into a 0-dim tensor of that number."""
     stood_for: FakeTensor = node.meta["val"]
     for user in list(node.users):
         if user.target is not aten.sym_size.int:

@@ -1,7 +1,7 @@
-"""What initialises the tensors of a module, as a Graph whose inputs are at most the values that are there already.
+"""The initialisation of a module's tensors, as a Graph whose only inputs are values that exist already.
 
-An initialiser writes into tensors in place. Run on fake ones, it becomes a graph that computes them, in which random
-numbers are drawn in parts like all others; so a rank computes its part of a parameter that no device could hold.
+An initialiser writes into tensors in place. Run on fake tensors, it becomes a graph that computes them, with random
+numbers drawn in parts as in any graph. A rank can so compute its part of a parameter too large for any device.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Meanwhile `module` has `tensors` for its parameters and buffers of these names. If something else was put in
-    their place by the end, it is in `tensors`, if that is a dict."""
+    """Inside the block, replace the parameters and buffers of `module` by `tensors`, by name. If another tensor is in
+    the place of one at the end, `tensors`, if it is a dict, gets that one."""
     places = {}
     for name in tensors:
         path, _, attribute = name.rpartition(".")
@@ -53,13 +53,13 @@ def initial(
     run: Callable[[], object], module: nn.Module, fresh: Sequence[str], filled: Sequence[str],
     aliases: Mapping[str, str], device: torch.device, random_numbers: RandomNumbers,
 ) -> Graph:  # fmt: skip
-    """A graph whose outputs are what `run` writes into the tensors of `module`.
+    """A graph whose outputs are the values that `run` writes into the tensors of `module`.
 
-    fresh     the names of tensors that have no values yet
-    filled    the names of tensors that have
-    aliases   other names of these
+    fresh     the names of tensors without values
+    filled    the names of tensors with values
+    aliases   other names of these tensors
 
-    Raises what `run` and tracing raise where its course depends on the values of tensors.
+    Raises the errors of `run`, and those of tracing where its course depends on the values of tensors.
     """
     like = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -91,7 +91,7 @@ def initial(
 
 
 def _untouched(node: fx.Node) -> bool:
-    """Whether an output is what the initialiser was given."""
+    """Whether an output is an unchanged input of the initialiser."""
     if node.target is aten.clone.default:
         return node.all_input_nodes[0].op == "placeholder"
     return node.target is aten.empty.memory_format

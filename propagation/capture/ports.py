@@ -1,4 +1,4 @@
-"""The inputs and outputs of a graph: what torch.export's signature says of them, by role and name."""
+"""The inputs and outputs of a graph by role and name, from torch.export's signature."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InputPorts:
 
 
 def input_ports(traced: Traced, module: fx.GraphModule, call: Call, fn: Callable[..., Any]) -> InputPorts:
-    """The ports of the inputs. Those of one tied parameter become one (in place).
+    """The ports of the inputs. The inputs of one tied parameter become one (in place).
 
     Raises CaptureError for an input that is not a tensor.
     """
@@ -94,8 +94,8 @@ def output_ports(traced: Traced, module: fx.GraphModule, inputs: InputPorts) -> 
 def unseen_updates(
     module: fx.GraphModule, written: Mapping[fx.Node, fx.Node], inputs: list[Port], outputs: list[Port]
 ) -> list[Port]:
-    """The ports of the buffers and inputs that only expansion showed to be written to. They become outputs (in place),
-    after all others."""
+    """The ports of buffers and inputs whose writes only expansion revealed. They become outputs (in place), after all
+    others. Raises CaptureError for a write to a parameter or constant."""
     returned = next(node for node in module.graph.nodes if node.op == "output")
     known = {port.name for port in outputs if port.role in _UPDATES.values()}
     updates: list[Port] = []
@@ -115,5 +115,5 @@ def result_names(result: Structure) -> tuple[str, ...]:
 
 
 def _own_name(target: str | None) -> str:
-    """The name that a parameter or buffer has in the function's module, which is `fn` in the traced one."""
+    """The name of a parameter or buffer in the function's module, which is the attribute `fn` of the traced module."""
     return (target or "").removeprefix("fn.")

@@ -1,37 +1,37 @@
 """BatchNorm and its kin as operators that split over batch, space and channels, at the speed of PyTorch's own kernels.
 
-    partway::moments(x, shift)                         for each channel the sums of x - shift and of its square, [2, C]
+    partway::moments(x, shift)                         per channel the sums of x - shift and of its square, [2, C]
     partway::statistics(moments, shift, count, dtype)  the means and (biased) variances of `count` such elements, [2, C]
     partway::normalise(x, mean, var, weight, bias, eps)
                                                        (x - mean) / sqrt(var + eps) * weight + bias
 
 Dim 1 of x has the channels. Moments are sums to which every part of x has an addend, so one AllReduce of [2, C] gives
-the statistics of the whole batch, and one of [2, C], of the gradient of the statistics, is all that the backward sends
-besides the gradients of weight and bias. Moments are float64, so that a variance as the difference of two of them is as
-exact for float32 numbers as one computed in two passes; where x is float64 itself, `shift` is its mean, and the
-moments are central. What they are shifted by does not change the result, so `shift` gets no gradient.
+the statistics of the whole batch. The backward sends one AllReduce of [2, C], the gradient of the statistics, besides
+the gradients of weight and bias. Moments are float64, so that the variance, a difference of two of them, is as exact
+for float32 numbers as one computed in two passes; for float64 x, `shift` is its mean, and the moments are central. The
+result does not depend on `shift`, which therefore gets no gradient.
 
-The gradient of x has two terms, one by `normalise` and one by `moments`, which the AllReduce keeps apart; once both
-are known, `spread` makes their sum in the time of one (`merge_gradients`).
+The gradient of x has two terms, from `normalise` and from `moments`, with the AllReduce between them; once both are
+known, `spread` computes their sum in the time of one (`merge_gradients`).
 
-    partway::sample_moments(x, shift)                  `moments` of each sample by itself, [2, N, C]
+    partway::sample_moments(x, shift)                  `moments` of each sample, [2, N, C]
 
-GroupNorm, InstanceNorm and LayerNorm of images (`norms.py`) have statistics of each sample. Those of a group are sums
-of its channels' moments, small vectors, so channels may be split anywhere. `statistics` takes moments of any shape, and
-where `mean` and `var` are [N, C], each of them and the gradients are of a sample's channel, while `weight` and `bias`
-stay [C]. PyTorch's kernels then take each channel of each sample for a channel of a batch of one, and samples one after
-the other where the channels are the last dim in memory. Of the size of x the backward keeps nothing but x, as PyTorch's
-does. All this is for images that are split; where they are not, PyTorch's operator runs. Forward and backward of a
-GroupNorm of 8 groups in float32 took, in processor time of one thread of a busy machine, 1.5 to 1.8 times as long as
-PyTorch's on [4, 64, 128, 128], 0.7 to 0.9 times with channels last, and 2.3 and 4.6 times on [64, 256, 8, 8].
+GroupNorm, InstanceNorm and LayerNorm of images (`norms.py`) have statistics per sample. The moments of a group are sums
+of those of its channels, small vectors, so channels may be split anywhere. `statistics` takes moments of any shape. If
+`mean` and `var` are [N, C], they and their gradients are per channel of each sample, while `weight` and `bias` stay
+[C]. PyTorch's kernels then treat the channels of all samples as channels of a batch of one, or run sample by sample if
+the channels are the last dim in memory. The backward keeps no tensor of the size of x but x, like PyTorch's. All this
+is for split images; for others, PyTorch's operator runs. Forward and backward of a GroupNorm of 8 groups in float32
+took, in processor time of one thread of a busy machine, 1.5 to 1.8 times as long as PyTorch's on [4, 64, 128, 128], 0.7
+to 0.9 times with channels last, and 2.3 and 4.6 times on [64, 256, 8, 8].
 
     partway::part_norm(x, weight, bias, parts, eps)    BatchNorm of each part of the batch by its own statistics: x is
                                                        [part, sample, channel, ...]; (y, statistics, mean, rstd)
 
-For a batch whose parts have statistics of their own (`batch_norm_parts`) this is all: a part is on one rank, and
-nothing is sent but what the running statistics need. `statistics` [2, channel] is for them: the mean and the unbiased
-variance, summed over the parts in x and divided by the number `parts` of all, so that ranks have addends; it gets no
-gradient. `mean` and `rstd` [part, channel] are what the backward keeps.
+With separate statistics for the parts of a batch (`batch_norm_parts`), a part is on one rank, and only the running
+statistics are sent. `statistics` [2, channel] is for them: the mean and the unbiased variance, summed over the parts in
+x and divided by the number `parts` of all parts, so that ranks have addends; it gets no gradient. The backward keeps
+`mean` and `rstd` [part, channel].
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ aten = torch.ops.aten
 
 
 def _format(x: Tensor) -> torch.memory_format:
-    """The format in which PyTorch's kernels take `x` as it lies, or the contiguous one."""
+    """The memory format of `x`, if PyTorch's kernels take it, or the contiguous one."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     as_it_lies = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
     return last if last is not None and as_it_lies else torch.contiguous_format
 
 
 def _as_kernels_take(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """`x` in the format of `like` (its own), with the strides of a new tensor of that format also along dims of one
-    element: PyTorch's kernels look at them, and its `contiguous` does not."""
+    """`x` in the memory format of `like` (default: its own), with the strides of a new tensor of that format even along
+    dims of size 1, which PyTorch's kernels read and its `contiguous` ignores."""
     wanted = _format(x if like is None else like)
     x = x.contiguous(memory_format=wanted)
     if 1 not in x.shape:
@@ -69,7 +69,7 @@ def _as_kernels_take(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _dense(vector: Tensor | None) -> Tensor | None:
-    """A vector as PyTorch's kernels read it, one element after another."""
+    """A vector as PyTorch's kernels read it: contiguous."""
     return None if vector is None else vector.contiguous()
 
 
@@ -80,9 +80,9 @@ def _spatial(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _batches(of: Tensor, vectors: tuple[Tensor | None, ...], *xs: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Batches in which a channel has one number of each of the `vectors`: the parts of the `xs` (that lie alike), then
-    those of the vectors. With `of` [C] it is the whole; with [N, C] all channels of all samples in a batch of one, or
-    one sample after the other."""
+    """Batches in which each channel has one element of each vector: the parts of the `xs` (of the same strides), then
+    those of the `vectors`. With `of` [C] it is the whole batch; with [N, C] a batch of one with the channels of all
+    samples, or one sample after the other."""
     if of.dim() == 1:
         yield (*xs, *map(_dense, vectors))
         return
@@ -113,7 +113,7 @@ def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: 
     """For each channel (of each sample) the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
     x = _as_kernels_take(x)
     y = _as_kernels_take(y, x)
-    saved = mean.new_empty(0)  # in evaluation a kernel of CUDA computes what there would be, but wants a tensor
+    saved = mean.new_empty(0)  # unused in evaluation, but the CUDA kernel requires a tensor
     sums = [
         aten.native_batch_norm_backward(up, part, *vectors, saved, saved, False, eps, [False, True, True])[1:]
         for up, part, *vectors in _batches(mean, (weight, mean, var), y, x)
@@ -123,14 +123,14 @@ def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: 
 
 
 def _factor(weight: Tensor | None, like: Tensor) -> Tensor:
-    """`weight` in the dtype of `like`, whose last dim has the channels; without one it is one."""
+    """`weight` in the dtype of `like`, whose last dim has the channels; ones without a weight."""
     return like.new_ones(like.shape[-1]) if weight is None else weight.to(like.dtype)
 
 
 def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
-    """Without a shift from the mean and the variance of this part, by PyTorch's kernel. It adds up one element after
-    another, in float64: where x is float64 itself, many equal ones, such as the padding of a short slice, would be
-    rounded in one direction."""
+    """Moments; without a shift they come from the mean and variance of PyTorch's kernel. It adds elements up one by one
+    in float64: for float64 x, many equal ones, such as the padding of a short slice, would be rounded in one direction.
+    """
     if shift is not None:
         part, dims = x - shift.view(-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
         return torch.stack((part.sum(dims), part.square().sum(dims))).double()
@@ -140,7 +140,7 @@ def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _sample_moments(x: Tensor, shift: Tensor | None) -> Tensor:
-    """As `_moments`, by PyTorch's kernel for GroupNorm, with a channel to a group: it takes a third of the time."""
+    """Like `_moments`, by PyTorch's GroupNorm kernel with one channel per group, which takes a third of the time."""
     part = _as_kernels_take(x.to(wide(x.dtype)), x)
     samples, channels = part.shape[:2]
     count = math.prod(part.shape[2:])
@@ -155,7 +155,7 @@ def _sample_moments(x: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _moments_backward(slopes: Tensor, x: Tensor, shift: Tensor | None) -> Tensor:
-    """With slopes (s, q) it is s + 2 q (x - shift)."""
+    """s + 2 q (x - shift) for slopes (s, q)."""
     first, second = slopes[0], 2 * slopes[1]
     if shift is not None:
         first = first - second * shift
@@ -170,7 +170,7 @@ def _statistics(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.
 
 
 def _statistics_backward(slopes: Tensor, moments: Tensor, count: int) -> Tensor:
-    """Of s / count and q / count - (s / count)^2 by (s, q); a shift adds nothing."""
+    """The gradient of s / count and q / count - (s / count)^2 with respect to (s, q); a shift adds nothing."""
     mean, var = (slopes.double() / count).unbind()
     return torch.stack((mean - 2 / count * moments[0] * var, var))
 
@@ -190,7 +190,7 @@ def _scale(y: Tensor, var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def _vector_gradients(
     y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of mean, variance, weight and bias from that of the result."""
+    """The gradients of mean, variance, weight and bias from the gradient y of the result."""
     dtype = wide(x.dtype)
     mean, var = mean.to(dtype), var.to(dtype)
     factor = _factor(weight, mean)
@@ -207,7 +207,7 @@ def _spread(
     y: Tensor, var: Tensor, weight: Tensor | None, eps: float, slopes: Tensor, x: Tensor, shift: Tensor | None
 ) -> Tensor:
     gradient = _moments_backward(slopes, x, shift)
-    if var.dtype != y.dtype:  # a factor in low precision would be wrong for its whole channel
+    if var.dtype != y.dtype:  # the rounding error of a low-precision factor would affect its whole channel
         return gradient.add_(_scale(y, var, weight, eps))
     return gradient.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
 
@@ -220,7 +220,7 @@ def _part_norm(
     each: list[tuple[Tensor, ...]] = []
     for part in x.unbind():
         part = _as_kernels_take(part)
-        moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are the part's
+        moved = like.new_zeros(2, *like.shape)  # with momentum 1, the running statistics become those of the part
         y, mean, slope = aten.native_batch_norm(part, factor, addend, *moved.unbind(), True, 1.0, eps)
         each.append((y, moved, mean, slope))
     results, statistics, means, slopes = zip(*each, strict=True)
@@ -230,7 +230,7 @@ def _part_norm(
 def _part_norm_backward(
     y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
+    """The gradients of x, weight and bias from the gradient y of the result; weight and bias sum over the parts."""
     factor = _dense(_factor(weight, rstd))
     each: list[tuple[Tensor, ...]] = []
     for slopes, part, *kept in zip(y.unbind(), x.unbind(), mean.unbind(), rstd.unbind(), strict=True):
@@ -245,7 +245,7 @@ def _part_norm_backward(
 
 
 def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
-    """`parts` along a new first dim, each as it lies; one alone is not copied."""
+    """`parts` along a new first dim, each in its memory format; a single one is not copied."""
     if len(parts) == 1:
         return parts[0].unsqueeze(0)
     whole: Tensor = torch.cat(parts)
@@ -263,13 +263,13 @@ def _sample_moments_written(x: Tensor, shift: Tensor | None) -> Tensor:
 def _sums_from(x: Tensor, shift: Tensor | None, dims: list[int]) -> Tensor:
     """The sums of x - shift and of its square over `dims`."""
     away = x.double() if shift is None else x.double() - _spatial(constant(shift.double()), x)
-    if not dims:  # of one element each
+    if not dims:  # each sum has one element
         return torch.stack((away, away.square()))
     return torch.stack((away.sum(dims), away.square().sum(dims)))
 
 
 def _statistics_written(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
-    """Without the bound of the variance, which has a gradient there too."""
+    """Without the clamp of the variance, so that it also has a gradient there."""
     mean, square = (moments / count).unbind()
     var = square - mean * mean
     return torch.stack((mean if shift is None else mean + constant(shift), var)).to(dtype)
@@ -437,12 +437,12 @@ part_norm_backward = define(
     " -> (Tensor, Tensor, Tensor)", _part_norm_backward, _fake_part_norm_backward,
 )  # fmt: skip
 
-# Every result of these has memory of its own.
+# Operators whose results all have their own memory.
 OWN_MEMORY = frozenset({normalise, scale, spread, moments_backward, part_norm, part_norm_backward})
 
 
 def merge_gradients(graph: fx.Graph) -> None:
-    """Where `graph` adds up the two terms of the gradient of x, and reads neither again, it makes their sum."""
+    """Replace each sum of the two terms of a gradient of x, if nothing else reads them, by `spread` (in place)."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         terms = {term.target: term for term in node.all_input_nodes if len(term.users) == 1}
         if set(terms) != {scale, moments_backward} or len(node.args) != 2:

@@ -1,4 +1,4 @@
-"""Collectives that people write by hand (`partway.ops`), on what each rank holds.
+"""Collectives that people write by hand (`partway.ops`), on the tensors of each rank.
 
     all_reduce(x, op, axes, size)                   x of all ranks, reduced by "sum", "mean", "max", "min" or "prod"
     all_gather(x, dim, axes, sizes)                 x of all ranks, put together along `dim`
@@ -8,25 +8,25 @@
     all_to_all(x, split_dim, concat_dim, axes, sends, receives, own)
                                                     a piece of every rank's x, put together along `concat_dim`. This
                                                     rank sends pieces of the sizes `sends` along `split_dim`, and gets
-                                                    those of the sizes `receives` along `concat_dim`; `own` is what it
-                                                    has of `split_dim` then, where that is another dim
+                                                    those of the sizes `receives` along `concat_dim`; `own` is its
+                                                    resulting size along `split_dim`, if that is another dim
     permute(x, pairs, axes, size)                   x of another rank; zeros where none sends. `pairs`: source, target,
                                                     source, target, ...
     send_receive(xs, targets, sources, sizes, ndims, dtype, device, axes, size)
                                                     one tensor from each of `sources`; xs[i] goes to targets[i]. `sizes`
-                                                    has the sizes of those that come one after another, `ndims` how many
-                                                    each has
+                                                    has the sizes of the received tensors one after another, `ndims` the
+                                                    number of dims of each
 
-Ranks are positions along `axes`, major to minor in the order of the mesh; `size` is how many there are, `sizes` has for
-each of them the size of its part along `dim`.
+Ranks are positions along `axes`, major to minor in the order of the mesh; `size` is their number, `sizes` has the size
+of each rank's part along `dim`.
 
 Each is a linear map from the tensors of all ranks to those of all ranks, and its derivative is the transpose of that
-map: what is differentiated is the sum of the objectives of all ranks. So the gradient of a sum is the sum of all ranks'
-gradients. Other reductions are not linear; those that are differentiated are written as a reduction of what was
-gathered (`partway.ops`).
+map, as the differentiated objective is the sum of those of all ranks. So the gradient of a sum is the sum of all ranks'
+gradients. Other reductions are not linear; to be differentiated, they are written as a reduction of the gathered tensor
+(`partway.ops`).
 
-All are symbols: a manual function is written as conversions (`propagation/manual functions/`), and outside of one the
-processes of a launcher run them (`runtime/`). None is dropped where its result is not read, for other ranks wait in it.
+All are symbols: lowering writes a manual function as conversions (`propagation/manual/`), and outside of one the
+processes of a launcher run them (`runtime/`). None is dropped if its result is unread, since other ranks wait in it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _fake_send_receive(
 
 
 def shapes_of(sizes: Sequence[int], ndims: Sequence[int]) -> list[list[int]]:
-    """The shapes whose sizes follow one another in `sizes`, each of as many dims as `ndims` says."""
+    """Split `sizes`, the concatenation of several shapes, into shapes with `ndims` dims."""
     rest = iter(sizes)
     return [list(itertools.islice(rest, count)) for count in ndims]
 

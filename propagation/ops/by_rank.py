@@ -1,17 +1,18 @@
-"""Operators whose result depends on which part of a dim a rank has; `position` (`indexing.py`) says which.
+"""Operators whose result depends on the rank's part of a dim, as told by `position` (`indexing.py`).
 
 partway::of_rank(like, position, values, count, dtype)
-                                this rank's `count` of the numbers `values`, which has as many for each rank; on the
+                                this rank's `count` of the numbers `values`, which has `count` for each rank, on the
                                 device of `like`
 partway::part_slice(x, position, dim, starts, length)
                                 `length` elements of x along `dim` from `starts[position]` on
 partway::causal_mask(queries, position, starts, keys)
-                                which keys the queries (dim -2) of a rank see, the first of which is `starts[position]`
+                                a mask of the keys that a rank's queries (dim -2) see; the first query has the index
+                                `starts[position]`
 partway::others_rows(offsets, position, part, rows)
-                                which of `rows` in groups that end at `offsets` are not of this rank's `part` groups; a
-                                mask of one column
-partway::regular(like)          a matrix of the last dims of `like` with an inverse, and no eigenvalue twice; of pivots
-                                those that exchange nothing
+                                a mask, of one column, of those of `rows` rows that are outside this rank's `part`
+                                groups; groups end at `offsets`
+partway::regular(like)          an invertible matrix with the last dims of `like` and distinct eigenvalues; for integer
+                                pivots, those that exchange nothing
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The operators by which a program communicates: `convert` and, after fusion, `convert_group`.
 
-`partway::convert(x, source, target, axes, size, tag)` turns the part of a tensor that a rank holds under the
-placement `source` on each of `axes` into its part under `target` on each (`strategy/placement.py` says by what
-collective or local step). Several axes, in the order of the mesh, act as one axis of `size` ranks, the product of
-theirs. `tag` is the position of the conversion in the program's list, where its reason is kept.
-What a conversion moves is contiguous, whatever the strides of its operand.
-Both operators are symbols: they have shapes and a derivative, and the executors of `runtime/` give them
-their meaning; calling one outside an executor is an error.
+`partway::convert(x, source, target, axes, size, tag)` turns a rank's part of a tensor under the placement `source` on
+each of `axes` into its part under `target` on each (`strategy/placement.py` has the collective or local step). Several
+axes, in the order of the mesh, act as one axis of `size` ranks, the product of their sizes. `tag` is the position of
+the conversion in the program's list, which holds its reason. The result of a conversion that moves data is contiguous,
+whatever the strides of its operand. Both operators are symbols: they have shapes and a derivative, and the executors of
+`runtime/` run them; calling one outside an executor is an error.
 
-`partway::constrain(x, strategy, name)` is x, with a constraint of the user where it stands in the model. `strategy` is
-the JSON text of `constraint_text`; planning reads it, and lowering removes the call.
+`partway::constrain(x, strategy, name)` is x with a user's constraint at this place of the model. `strategy` is the JSON
+text of `constraint_text`; planning reads it, and lowering removes the call.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def kind_of(source: str, target: str) -> Kind:
 
 
 def _fake_convert(x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int) -> Tensor:
-    if kind_of(source, target) is Kind.NOTHING:  # what it gives is its operand
+    if kind_of(source, target) is Kind.NOTHING:  # the result is the operand
         return x.new_empty_strided(x.shape, x.stride())
     return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
 

@@ -1,9 +1,9 @@
-"""Values that a gradient does not pass.
+"""Values that no gradient passes.
 
-partway::constant(x)             x, which no gradient passes however often it is differentiated. `detach` stands in
-                                 traced graphs for what autograd keeps, too, where a second gradient passes
-partway::stationary(x, refused)  x, which the first gradient does not pass: it would be zero in the end. A second
-                                 one would not, and passes, or is refused in these words
+partway::constant(x)             x, without a gradient of any order. (`detach` in traced graphs also marks the tensors
+                                 that autograd saves, through which second derivatives pass.)
+partway::stationary(x, refused)  x, without a first derivative, since its total would be zero. The second derivative
+                                 would not be zero: it passes, or is refused with this message
 """
 
 from __future__ import annotations

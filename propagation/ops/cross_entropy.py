@@ -1,13 +1,13 @@
 """Cross entropy of logits whose classes may be split.
 
     partway::class_terms(x, maximum, target, position, bounds, ignored)
-                                              the two sums over classes that cross entropy is made of, over a rank's own
-                                              classes, from bounds[position] on (no position: all)
+                                              the two sums over classes in cross entropy, over a rank's own classes,
+                                              which begin at bounds[position] (no position: over all)
 
 With a maximum m over all classes, `cross_entropy = log(sum of exp(x - m)) - (x - m)[target]`. Both terms are sums to
-which every part of the classes has an addend, so logits whose classes are split are never gathered. One operator
-computes both, a few rows at a time: of the logits' size it keeps nothing but the logits, and its backward makes
-nothing but their gradient. It computes in float32 where the logits are of a lower precision.
+which every part of the classes has an addend, so logits with split classes are never gathered. One operator computes
+both, a few rows at a time: the only tensor of the size of the logits that it keeps are the logits, and the only one
+that its backward allocates is their gradient. It computes in float32 for logits of lower precision.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .registration import define
 
 aten = torch.ops.aten
 
-# Logits taken at once: what stays in a processor's cache; on other devices few launches, and 256 MB of float32.
+# Logits per block: as many as fit a processor's cache; on other devices few launches, and 256 MB of float32.
 _AT_ONCE = {"cpu": 2**18}
 _AT_ONCE_ELSEWHERE = 2**26
 
 
 def _rows(x: Tensor) -> Iterator[slice]:
-    """Slices of dim 0 of `x` with not too many elements."""
+    """Slices along dim 0 of `x` with a bounded number of elements."""
     elements = _AT_ONCE.get(x.device.type, _AT_ONCE_ELSEWHERE)
     count = max(1, elements // max(1, x[:1].numel()))
     return (slice(start, start + count) for start in range(0, len(x), count))
@@ -95,8 +95,8 @@ def _class_terms_backward_formula(
 def _own_formula(
     x: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The place of each target among this rank's classes, 0 for one that is elsewhere or ignored; which targets are
-    here; and which of the classes are padding. Fails as `within` for an index outside of all classes."""
+    """The index of each target among this rank's classes, 0 for one elsewhere or ignored; a mask of this rank's
+    targets; and a mask of the padding among the classes. Fails like `within` for an index outside of all classes."""
     target = target.long()
     within_all = (target >= 0) & (target < bounds[-1])
     aten._assert_async.msg((within_all | (target == ignored)).all(), out_of_range(bounds[-1]))
@@ -109,7 +109,7 @@ def _own_formula(
 
 
 def _span_formula(place: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor]:
-    """`span_of` without waiting for the position."""
+    """`span_of` as tensors, without a device synchronisation for the position."""
     start = stop = bounds[0] + torch.zeros_like(place)
     for i, (low, high) in enumerate(pairwise(bounds)):
         start, stop = start + (high - low) * (place > i), stop + (high - low) * (place >= i)

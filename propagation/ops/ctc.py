@@ -1,10 +1,10 @@
-"""CTC loss (Graves et al., 2006), as an operator of its own.
+"""CTC loss (Graves et al., 2006) with results of static size.
 
-PyTorch's keeps for its backward what has as many elements as the longest target has labels, so that its size depends on
-the values of the lengths, and no static graph has it. This one keeps nothing, and computes that again.
+PyTorch's operator saves a tensor for its backward whose size depends on the longest target, and so on the values of the
+lengths, which no static graph allows. This one saves nothing, and recomputes that tensor.
 
     partway::ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-                     log_probs [steps, batch, classes], targets [batch, longest] or all labels in a row, lengths [batch]
+                     log_probs [steps, batch, classes], targets [batch, longest] or concatenated, lengths [batch]
                      -> the loss of each sequence [batch]
     partway::ctc_backward(gradient, ...the same)     -> the gradient of log_probs
 """
@@ -25,8 +25,8 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str | int = "mean", zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.ctc_loss, and torch.ctc_loss, whose `reduction` is a number, written with `ctc`. Raises
-    ValueError for another reduction than "none", "mean", "sum" and their numbers 0, 1, 2, as PyTorch does."""
+    """torch.nn.functional.ctc_loss, and torch.ctc_loss, whose `reduction` is a number, in terms of `ctc`. Raises
+    ValueError for a reduction other than "none", "mean", "sum" and their numbers 0, 1, 2, like PyTorch."""
     if reduction not in ("none", "mean", "sum", 0, 1, 2):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     several = log_probs.dim() == 3

@@ -1,11 +1,11 @@
-"""Operators that look up an index in a dim that a rank may hold a part of: rows of an embedding, and classes.
+"""Operators that look up an index in a dim of which a rank may hold a part: rows of an embedding, and classes.
 
-partway::position(axes, sizes)            which part along `axes` together this rank has (0-dim, int64, on the CPU):
-                                          a symbol, which the executors of `runtime/` give its meaning
+partway::position(axes, sizes)            the index of this rank's part along all `axes` (0-dim, int64, on the CPU): a
+                                          symbol, which the executors of `runtime/` run
 partway::part_index(index, position, bounds, wraps)
-                                          `index` counted from the start of this rank's part of a dim, which goes
-                                          from bounds[position] to the next of `bounds`, and -1 where it is another
-                                          rank's; one that `wraps` may be negative, counted from the end of the dim
+                                          `index` relative to the start of this rank's part of a dim, which goes from
+                                          bounds[position] to the next of `bounds`, and -1 outside of it. With `wraps`
+                                          it may be negative, counted from the end of the dim
 partway::behind(x, position, dim, counts) the padding of this rank's uneven shard along `dim`, which has
                                           `counts[position]` elements: a mask that broadcasts to x
 """
@@ -21,19 +21,19 @@ aten = torch.ops.aten
 
 
 def span_of(position: Tensor | None, bounds: list[int]) -> tuple[int, int]:
-    """What this rank has of a dim that is cut at `bounds`."""
+    """The start and end of this rank's part of a dim with cuts at `bounds`."""
     place = 0 if position is None else int(position)
     return bounds[place], bounds[place + 1]
 
 
 def out_of_range(whole: int) -> str:
-    """What is said where it costs too much to look which index it is."""
+    """The message of an assertion on a device, where finding the wrong index costs too much."""
     return f"an index is out of range of a dim of size {whole}"
 
 
 def within(index: Tensor, start: int, stop: int, whole: int, ignored: int | None = None) -> Tensor:
-    """`index - start` as int64, or -1 outside of the part from there to `stop`, or where it is `ignored`. Raises
-    IndexError for an index outside of `whole` (on a device its own assertion fails, so that nothing waits for it)."""
+    """`index - start` as int64, or -1 outside of [start, stop) and for `ignored`. For an index outside of `whole`,
+    raises IndexError on the CPU; on other devices an asynchronous assertion fails."""
     index = index.long()
     wrong = (index < 0) | (index >= whole)
     if ignored is not None:

@@ -1,9 +1,9 @@
-"""What operators find by a key among their arguments: a graph is a plain list of calls, which can be kept on disk.
+"""Tables in which operators look up a key among their arguments, so that a graph is a plain list of calls on disk.
 
-FUNCTIONS   by a digest of their text: what capture wrote for control flow, which programs may run (python/functions.py)
-MANUALS     by a digest of all that each is: the manual functions that were traced in this process (python/manual.py)
-WRITTEN     by the key of a manual function, and whether it is verified: as a rank runs it (manual/writing.py)
-HOOK_OF     by number: users' hooks, each as long as the graph that it is of (python/hooked.py)
+FUNCTIONS   by a digest of their text: functions that capture wrote for control flow (python/functions.py)
+MANUALS     by a digest of their contents: manual functions that were traced in this process (python/manual.py)
+WRITTEN     by the key of a manual function, and whether it is verified: its form on a rank (manual/writing.py)
+HOOK_OF     by number: users' hooks, each as long as its graph lives (python/hooked.py)
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What planning knows of each kind of collective: one row for each.
+"""The table of the kinds of collectives, for planning: one row for each.
 
     kind             payload                 one of n ranks sends   messages   its transpose
     all_reduce       the whole value         2 (n - 1) / n of it    2 (n - 1)  nothing, or all_reduce
     all_gather       the whole value         (n - 1) / n of it      n - 1      slice, or reduce_scatter
     reduce_scatter   the whole value         (n - 1) / n of it      n - 1      all_gather
-    all_to_all       what a rank holds       (n - 1) / n of it      n - 1      all_to_all
-    exchange         what the busiest sends  all of it              1          exchange
+    all_to_all       a rank's part           (n - 1) / n of it      n - 1      all_to_all
+    exchange         the busiest rank's data all of it              1          exchange
 
-The kinds themselves, and which conversion takes which, are in `strategy/placement.py`: the transpose of a conversion
-follows from the duals of its placements. How a kind runs is in issue.py and meetings.py of `runtime/executors/`. A kind
-is printed as its value.
+The kinds themselves, and the conversions that use them, are in `strategy/placement.py`: the transpose of a conversion
+follows from the duals of its placements. issue.py and meetings.py of `runtime/executors/` run each kind. A kind is
+printed as its value.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Placement, Shard, kind
 
-Bytes = TypeVar("Bytes", int, NDArray[np.float64])  # of one tensor, or of it in each of several layouts
-WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
+Bytes = TypeVar("Bytes", int, NDArray[np.float64])  # of a tensor in one layout, or in each of several
+WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as one call of gloo
 
 
 class Payload(Enum):
-    """Which bytes the payload of a collective is, on one rank."""
+    """The bytes that count as the payload of a collective, on one rank."""
 
-    WHOLE = "whole"  # those of the value, if no axis of the collective split it
+    WHOLE = "whole"  # those of the value, as if no axis of the collective split it
     HELD = "held"  # those that the rank holds before
     SENT = "sent"  # those that the busiest rank sends
 
@@ -42,14 +42,14 @@ class Payload(Enum):
 class KindRow:
     """One kind of collective.
 
-    payload    which bytes of the value count
-    wire       the bytes that one of n ranks sends, of the payload and n
-    steps      how many messages follow one another among n ranks
-    narrows    between nodes each rank sends only its share of what the ranks of a node have together
-    adds       values of ranks are added up (or the largest is taken)
-    gathers    every rank gets the whole of what ranks hold parts of
-    settled    every rank holds the part before that it holds after
-    figures    the kind by whose figures in a device profile it is predicted; None: it has its own
+    payload    the bytes of the value that count
+    wire       the bytes that one of n ranks sends, from the payload and n
+    steps      the number of consecutive messages among n ranks
+    narrows    between nodes each rank sends only its share of the data of its node
+    adds       it adds the values of ranks up (or takes their maximum)
+    gathers    every rank gets the whole tensor, of which ranks hold parts
+    settled    every rank holds the same part before and after
+    figures    the kind whose figures in a device profile predict it; None: its own
     fusion     the key of the option comm_fusion that groups those of parameters; None: they are never grouped
     """
 
@@ -82,29 +82,29 @@ COLLECTIVES: Mapping[Kind, KindRow] = {
     ),
     Kind.ALL_GATHER: KindRow(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, gathers=True, fusion="allgather"),
     Kind.ALL_TO_ALL: KindRow(Payload.HELD, _once, lambda n: n - 1),
-    # It sends to some ranks what all_to_all sends to all.
+    # Like all_to_all, but each rank sends to some ranks only.
     Kind.EXCHANGE: KindRow(Payload.SENT, lambda payload, n: payload, lambda n: 1, figures=Kind.ALL_TO_ALL),
 }
 
 
 def is_gather(kind: Kind) -> bool:
-    """Whether every rank gets the whole of what ranks hold parts of."""
+    """Whether every rank gets the whole tensor, of which ranks hold parts."""
     return kind.communicates and COLLECTIVES[kind].gathers
 
 
 def is_reduction(kind: Kind) -> bool:
-    """Whether values of ranks are added up (or the largest is taken)."""
+    """Whether it adds the values of ranks up (or takes their maximum)."""
     return kind.communicates and COLLECTIVES[kind].adds
 
 
 def figures_of(kind: Kind) -> Kind:
-    """The kind by whose figures in a device profile a collective is predicted."""
+    """The kind whose figures in a device profile predict a collective."""
     return COLLECTIVES[kind].figures or kind
 
 
 def share(kind: Kind, size: int) -> float:
-    """The payload of a collective among `size` ranks, in units of the whole value; of a kind whose payload does not
-    depend on the placements alone an error."""
+    """The payload of a collective among `size` ranks, as a fraction of the whole value. Raises ValueError for a kind
+    whose payload has no fixed fraction."""
     match COLLECTIVES[kind].payload:
         case Payload.WHOLE:
             return 1.0
@@ -132,8 +132,8 @@ def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], it
 def payload_of_whole(
     kind: Kind, source: Placement, target: Placement, whole_bytes: Bytes, size: int, forward: bool
 ) -> Bytes:
-    """The payload of a collective, which is the conversion from `source` to `target` (`forward`) or its transpose, of a
-    value of which one rank would hold `whole_bytes` if none of its `size` ranks had only a part."""
+    """The payload of a collective, the conversion from `source` to `target` (`forward`) or its transpose, among `size`
+    ranks. `whole_bytes`: the bytes that a rank would hold of the value if the collective's axes did not split it."""
     match COLLECTIVES[kind].payload:
         case Payload.WHOLE:
             return whole_bytes

@@ -1,10 +1,10 @@
-"""A convolution that pads its operand, by a number or by elements of its own, as one operator.
+"""A convolution that pads its operand, with a number or with the operand's elements, as one operator.
 
     partway::padded_convolution(x, weight, bias, pad, mode, value, stride, dilation, groups)
                      torch.nn.functional.pad(x, pad, mode, value), convolved without padding
 
-`rules/layers/padded_convolution.py` makes one of a pad and a convolution, so that both take one exchange of windows;
-lowering writes it as those two again.
+`rules/layers/padded_convolution.py` fuses a pad and a convolution into one, so that they need one exchange of windows;
+lowering writes it as the two again.
 """
 
 from __future__ import annotations

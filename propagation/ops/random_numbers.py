@@ -1,20 +1,19 @@
 """Random numbers that depend on the seed and not on the layout, so that a rank draws its part of them alone.
 
-    partway::keys(count)     a key for each operator of the graph that draws, made of one number from torch's generator
-                             of the CPU, which all ranks draw alike: so only this operator's value is not a function
-                             of its operands
+    partway::keys(count)     a key for each drawing operator of the graph, derived from one number of torch's CPU
+                             generator, which is the same on all ranks; no other value depends on more than its operands
     partway::draw(key, places, dims, cuts, kind, given, size, dtype, device, stream)
-                             this rank's part of a tensor of the global `size`: of dim `dims[i]`, cut as `cuts[i]` says,
-                             it has the slice `places[i]`. Kinds, with what is `given`:
+                             this rank's part of a tensor of the global `size`: the slice `places[i]` of dim `dims[i]`,
+                             with the cut `cuts[i]`. Kinds, with their parameters `given`:
                              bernoulli p, uniform low high, open (between 0 and 1, neither of them), normal mean
                              deviation, integers low high
-    partway::bernoulli(x, p) what PyTorch's generator draws for a tensor that lies in memory as x, whole: what dropout
-                             does (PyTorch's own functional operator draws for a contiguous one)
+    partway::bernoulli(x, p) the numbers that PyTorch's generator draws for a whole tensor with the strides of x, as in
+                             dropout (PyTorch's own functional operator draws for a contiguous one)
 
 A number is `mix(key + gamma * n)`, where n follows from the global index of its element, and `mix` is that of
 SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). One of 64 bits serves
-two elements where 32 bits are enough. With `stream` it is PyTorch's own generator that fills the part, seeded by key
-and place: faster where its kernels are, but a part of other numbers for each way to split.
+two elements if 32 bits are enough. With `stream`, PyTorch's own generator fills the part, seeded by key and place:
+faster with its kernels, but the numbers depend on the split.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from .registration import define
 
 
 class RandomNumbers(Choice):
-    """What random numbers are a function of."""
+    """The inputs that determine random numbers."""
 
     COUNTER = "counter"  # the seed, the operator, and the global index of the element
-    TORCH = "torch"  # what PyTorch would draw for the whole tensor, which every rank does
-    RANK = "rank"  # the seed, the operator, and which part of the tensor the rank has
+    TORCH = "torch"  # PyTorch's generator: every rank draws the whole tensor
+    RANK = "rank"  # the seed, the operator, and the rank's part of the tensor
 
 
 _GAMMA, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
-# Numbers mixed at once: what stays in a core's cache; on other devices few launches.
+# Numbers mixed at once: as many as fit a core's cache; on other devices few launches.
 _AT_ONCE = 2**15
 _AT_ONCE_ELSEWHERE = 2**25
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The bits of `z` mixed, in place: shifts are of unsigned numbers."""
+    """Mix the bits of `z` in place, with logical shifts."""
     shifted = torch.empty_like(z)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         torch.bitwise_right_shift(z, shift, out=shifted)
@@ -85,7 +84,7 @@ def _draw(
 def _from_stream(
     part: Tensor, key: int, dims: list[int], positions: list[int], kind: str, parameters: list[float]
 ) -> Tensor:
-    """`part` filled by a generator of PyTorch's that `key` and the place of the part seed."""
+    """`part` filled by a PyTorch generator seeded with `key` and the place of the part."""
     seed = torch.tensor(key)
     for dim, position in zip(dims, positions, strict=True):
         seed = _mix(_mix(seed + (dim + 1)) + position)
@@ -106,7 +105,7 @@ def _by_index(part: Tensor, key: int, starts: list[int], size: list[int], kind: 
     """`part`, which begins at the index `starts` of a tensor of `size`, filled block by block."""
     if not part.numel():
         return part
-    # one run of memory for each index of the dims before the last one that is split
+    # one run of memory for each index of the dims before the last split one
     last = max((d for d, extent in enumerate(size) if part.shape[d] != extent), default=0)
     strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
     origin = sum(start * stride for start, stride in zip(starts, strides, strict=True))
@@ -115,7 +114,7 @@ def _by_index(part: Tensor, key: int, starts: list[int], size: list[int], kind: 
         runs = (runs.unsqueeze(1) + stride * torch.arange(extent, device=part.device)).view(-1)
     alike = all(
         stride % 2 == 0 for stride in strides[:last]
-    )  # whether all runs begin at an even index or all at an odd
+    )  # whether all runs begin at an even index, or all at an odd one
     halves, rows = _halves(kind, part.dtype), part.view(len(runs), -1)
     at_once = _AT_ONCE * torch.get_num_threads() if part.device.type == "cpu" else _AT_ONCE_ELSEWHERE
     for these, columns in _blocks(len(runs), rows.shape[1], 2 * at_once // halves):
@@ -135,7 +134,7 @@ def _blocks(rows: int, columns: int, elements: int) -> Iterator[tuple[slice, sli
 
 
 def _halves(kind: str, dtype: torch.dtype) -> int:
-    """How many numbers of 32 bits an element is made of."""
+    """The number of 32-bit numbers per element."""
     if kind == "bernoulli":
         return 1
     least = {"uniform": 1, "open": 1, "normal": 2, "integers": 2}[kind]
@@ -143,8 +142,8 @@ def _halves(kind: str, dtype: torch.dtype) -> int:
 
 
 def _bits(key: int, firsts: Tensor, count: int, halves: int, odd: int | None) -> Tensor:
-    """For each of the indices `firsts`, and of `count` elements from there on, `halves` numbers of 32 bits (int32).
-    `odd`: whether all of `firsts` are, None where some are."""
+    """`halves` 32-bit numbers (int32) for each of `count` elements from each of the indices `firsts` on. `odd`: whether
+    all of `firsts` are odd; None if only some are."""
     mixes = halves // 2 if halves > 1 else 0
     begin = firsts * mixes if mixes else firsts.bitwise_right_shift(1)
     steps = torch.arange(count * mixes if mixes else count // 2 + 1, device=firsts.device)
@@ -157,14 +156,14 @@ def _bits(key: int, firsts: Tensor, count: int, halves: int, odd: int | None) ->
 
 
 def _number(kind: str, parameters: list[float], bits: Tensor, dtype: torch.dtype) -> Tensor | float:
-    """The random number that the bits of an element stand for."""
+    """The random numbers of a kind from the bits of their elements."""
     if kind == "bernoulli":
-        ones = round(parameters[0] * 2**32)  # of all numbers of 32 bits
+        ones = round(parameters[0] * 2**32)  # the number of 32-bit numbers that become one
         return bits < ones - 2**31 if 0 < ones < 2**32 else float(ones > 0)
     if kind == "normal":
         bits = bits if dtype != torch.float64 else bits.view(torch.int64)
         digits = 8 * bits.element_size() - 1
-        radius, angle = bits.unbind(-1)  # Box and Muller, of which the cosine is taken
+        radius, angle = bits.unbind(-1)  # Box-Muller, the cosine only
         nonzero = (radius.bitwise_and(2**digits - 1).to(wide(dtype)) + 0.5).mul_(2.0**-digits)
         numbers = angle.to(wide(dtype)).mul_(math.pi * 2.0**-digits).cos_()
         return numbers.mul_(nonzero.log_().mul_(-2.0).sqrt_()).mul_(parameters[1]).add_(parameters[0])

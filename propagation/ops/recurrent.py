@@ -1,11 +1,11 @@
-"""oneDNN's LSTM layer, as an operator of its own.
+"""oneDNN's LSTM layer, always with the workspace of its backward.
 
-PyTorch's kernel keeps what its backward reads (the workspace) only where gradients are recorded, whatever `train` says;
-a program runs where they are not, since its backward is a graph of its own. There it would give None for it.
+PyTorch's kernel returns the workspace, which its backward reads, only while autograd records, whatever `train` is. A
+program runs without autograd, since its backward is a separate graph, and would get None.
 
-    partway::rnn_layer(...)     as aten::mkldnn_rnn_layer, always with the workspace
+    partway::rnn_layer(...)     like aten::mkldnn_rnn_layer, always with the workspace
 
-How large the workspace is only oneDNN knows: its fake form has no elements, as PyTorch's has.
+Only oneDNN knows the size of the workspace: its fake form is empty, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from .registration import define
 
 aten = torch.ops.aten
-_TENSORS = 7  # arguments that are tensors come first
+_TENSORS = 7  # the number of tensor arguments, which come first
 
 
 def _layer(*args: Any) -> tuple[Tensor, ...]:

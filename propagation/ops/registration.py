@@ -1,4 +1,4 @@
-"""How an operator of Partway's own is made: one call with its schema, its kernel, its fake form and its derivative."""
+"""Defines Partway's own operators: one call with the schema, the kernel, the fake form and the derivative."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("partway", "DEF")
-formulas: dict[Any, Callable[..., Any]] = {}  # of operators, for a compiler
+formulas: dict[Any, Callable[..., Any]] = {}  # the formulas of operators, for a compiler
 differentiable: set[Any] = set()  # operators that have a derivative
-written_forms: dict[Any, Callable[..., Any]] = {}  # of operators, to be differentiated more than once
+written_forms: dict[Any, Callable[..., Any]] = {}  # forms of operators that can be differentiated more than once
 
 
 def define(
@@ -19,17 +19,17 @@ def define(
     composite: bool = False, formula: Callable[..., Any] | None = None,
     written: Callable[..., Any] | None = None, tags: Sequence[torch.Tag] = (),
 ) -> Any:  # fmt: skip
-    """Define the operator `partway::<schema>`, and return its overload, as `torch.ops.partway.<name>.default`.
+    """Define the operator `partway::<schema>`, and return its overload, `torch.ops.partway.<name>.default`.
 
     schema      "name(Tensor x, int count) -> Tensor"
-    kernel      what it computes, on every device; None: a symbol, which the executors of `runtime/` give its meaning
-    fake        a tensor of the shape, dtype and strides of each result
+    kernel      computes the results, on every device; None: a symbol, which the executors of `runtime/` run
+    fake        returns a tensor of the shape, dtype and strides of each result
     backward    (ctx, gradients of the results) -> a gradient, or None, for each argument
-    keep        (ctx, arguments, results): keeps on `ctx` what `backward` reads
-    composite   `kernel` is made of operators that have fake forms and derivatives, so it needs none
-    formula     what `kernel` computes, in PyTorch's operators and on whole tensors, for a compiler that makes one
-                kernel of several operators and keeps nothing in between
-    written     what `kernel` computes, in PyTorch's operators, whose gradients have gradients; None: the formula
+    keep        (ctx, arguments, results): keeps on `ctx` the values that `backward` reads
+    composite   `kernel` consists of operators with fake forms and derivatives, so it needs none
+    formula     the same as `kernel`, in PyTorch's operators and on whole tensors, for a compiler that fuses several
+                operators into one kernel and keeps no intermediate values
+    written     the same as `kernel`, in PyTorch's operators, whose gradients have gradients; None: the formula
     tags        torch's tags of the operator
     """
     name = schema.partition("(")[0]

@@ -1,4 +1,4 @@
-"""What expansions write nodes with."""
+"""The builder with which expansions add nodes to a graph."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..torch_internals import tree_map
 class Builder:
     """Adds nodes before one node of a graph, each with its value and with that node's provenance.
 
-    batch_norm_parts   into how many parts of the batch, each with its own statistics, a BatchNorm in training goes
-    written            what became of the tensors that operators so far wrote to
-    keys               what random numbers are made of; None: PyTorch draws them
+    batch_norm_parts   the number of parts, each with its own statistics, of a training BatchNorm's batch
+    written            the last values of the tensors that operators wrote to
+    keys               the keys of random numbers; None: PyTorch draws them
     added              the nodes added so far
     """
 
@@ -46,17 +46,17 @@ class Builder:
         return node
 
     def value_of(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the operator gives: fake tensors."""
+        """The fake tensors that the operator returns."""
         with self._mode:
             values = tree_map(lambda a: value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
             return target(*values[0], **values[1])
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`x` in `dtype`; itself where it is."""
+        """`x` in `dtype`; `x` itself if it has that dtype."""
         return x if value(x).dtype == dtype else self(torch.ops.aten._to_copy.default, x, dtype=dtype)
 
     def write(self, old: fx.Node, new: fx.Node) -> None:
-        """From here on `old` is `new`: the operator that is replaced writes to it, which its schema does not say."""
+        """Replace `old` by `new` from here on: the expanded operator writes to `old`, which its schema does not say."""
         before = {self._before, new}
         for node in self._graph.nodes:
             if node is self._before:
@@ -68,7 +68,7 @@ class Builder:
 
 
 class Keys:
-    """Gives each operator of a graph that draws a key of its own, in the order of their calls."""
+    """Gives each operator of a graph that draws random numbers its own key, in the order of the calls."""
 
     def __init__(self, graph: fx.Graph, stream: bool) -> None:
         self._graph, self.stream = graph, stream
@@ -86,5 +86,5 @@ class Keys:
         return b(operator.getitem, self._node, count - 1)
 
 
-# (builder, call) -> what stands for its result, or for each of its results that something may read; None: it stays
+# (builder, call) -> the replacement of its result, or of each result that something may read; None: the call stays
 Expansion = Callable[[Builder, fx.Node], fx.Node | tuple[fx.Node | None, ...] | None]

@@ -1,5 +1,5 @@
-"""Rules that users give to operators (`partway.rule`): what can be wrong with one, the Rule of a call, and the line to
-begin with for an operator without a rule.
+"""Rules that users give to operators (`partway.rule`): checks of their text, the Rule of a call, and the suggested line
+for an operator without a rule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTOR = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def text_problems(row: Row) -> Iterator[str]:
-    """What is wrong with `row` whatever its operator is."""
+    """The problems of `row` that do not depend on its operator."""
     if row.text.count("->") != 1:
         yield f"{row.text!r} is not of the form 'operands -> results', as in 'm k, k n -> m n'"
         return
@@ -75,7 +75,7 @@ def _listed(factors: Sequence[str]) -> str:
 
 
 def schema_problems(row: Row, operator: OpOverload) -> Iterator[str]:
-    """Why `row` cannot be the rule of `operator`."""
+    """The reasons why `row` cannot be the rule of `operator`."""
     schema = schema_of(operator)
     if schema.is_mutable:
         yield "it writes to its operands; a rule is for an operator that returns new values"
@@ -93,7 +93,7 @@ def schema_problems(row: Row, operator: OpOverload) -> Iterator[str]:
 
 
 def own_rule(row: Row, node: fx.Node) -> Rule:
-    """The Rule of a user's `row` for one call. Factors are split evenly: nobody knows what the operator does with the
+    """The Rule of a user's `row` for one call. Factors are split evenly: it is unknown what the operator does with the
     padding of an uneven shard.
 
     Raises OperatorError where the row does not fit the sizes of the call."""
@@ -144,7 +144,7 @@ def _size_problems(row: Row, node: fx.Node) -> Iterator[str]:
 
 
 def sketch(node: fx.Node) -> str:
-    """The line that gives the operator of a call a rule, with one factor for each size among its tensors."""
+    """A suggested line that gives the operator of a call a rule, with one factor for each size among its tensors."""
     letters: dict[int, list[str]] = {}
 
     def named(size: Sequence[int], operand: bool) -> str:
@@ -167,7 +167,7 @@ def sketch(node: fx.Node) -> str:
 
 
 def without_rule(nodes: Sequence[fx.Node], so: str) -> str:
-    """Text that each of `nodes` has no rule, and what follows (`so`), one line each."""
+    """A text with a line for each of `nodes`, which says that it has no rule and what follows (`so`)."""
     lines, others = [], [node for node in nodes if node.target is not run]
     for name in [name_of_call(node) for node in nodes if node.target is run]:
         what = f"{name} writes to its operands, which no rule can say"

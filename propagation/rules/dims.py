@@ -1,9 +1,9 @@
-"""What the rules of many families share: factors for the dims of a tensor, and rules by what happens to each dim.
+"""Helpers that the rules of many families share: factors of dims, and rules by what happens to each dim.
 
 whole              no dim can be split
 along              the dims that arguments name stay whole, the others are independent
 last_dims_whole    the last dims stay whole, the others are independent
-over_dims          some dims are made of windows (`windows.py`), the others are independent
+over_dims          some dims depend on windows (`windows.py`), the others are independent
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def sizes_of(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
 
 
 def split_evenly(norm: fx.Node, sizes: Mapping[str, int]) -> frozenset[str]:
-    """The factors of a norm that have to be split evenly: all of them, unless its eps keeps variances away from zero.
-    Padding has none, and the gradients computed of it would not be finite."""
+    """The factors of a norm that must be split evenly: all of them, unless its eps keeps variances away from zero. The
+    variance of padding is zero, and its gradients would not be finite."""
     eps = argument(norm, "eps")
     return frozenset() if eps is None or eps > 0 else frozenset(sizes)
 
 
 def without(dims: Dims, whole: Iterable[int]) -> Dims:
-    """The dims of a tensor, but those in `whole` cannot be split."""
+    """The factors of a tensor's dims, with none for the dims in `whole`."""
     dropped = set(whole)
     return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
 
@@ -50,7 +50,7 @@ def broadcast(letters: Dims, size: tuple[int, ...]) -> Dims:
 
 
 def unsplit(node: fx.Node) -> Dims:
-    """The dims of the tensor of `node`, if none can be split."""
+    """The factors of the tensor of `node` if no dim can be split."""
     return ((),) * len(shape(node))
 
 
@@ -63,7 +63,7 @@ def whole(node: fx.Node) -> Rule:
 
 
 def whole_dims(node: fx.Node, names: Collection[str], count: int) -> set[int]:
-    """Which of `count` dims the arguments called `names` name: all without names, or where an argument is None."""
+    """Those of `count` dims that the arguments `names` list: all without names, or if an argument is None."""
     values = [argument(node, name) for name in names]
     if not names or any(dims is None for dims in values):
         return set(range(count))
@@ -74,8 +74,8 @@ def whole_dims(node: fx.Node, names: Collection[str], count: int) -> set[int]:
 def along(*names: str, linear: bool = False, fill: float = 0.0) -> RowFunction:
     """Operators that work along the dims of their first operand that the arguments `names` name (see `whole_dims`).
 
-    Another operand or result either has all dims, or those that are independent and then dims of its own.
-    `fill`: a number that the operator maps to a number, with a finite derivative.
+    Another operand or result has either all dims, or the independent ones followed by its own.
+    `fill`: an input for which the operator and its derivative are finite.
     """
 
     def rule(node: fx.Node) -> Rule | None:
@@ -98,13 +98,13 @@ def along(*names: str, linear: bool = False, fill: float = 0.0) -> RowFunction:
 
 
 def last_dims_whole(count: int) -> RowFunction:
-    """Operators whose last `count` dims stay whole: others are independent, the same in all operands."""
+    """Operators whose last `count` dims stay whole; the others are independent, and the same in all operands."""
 
     def rule(node: fx.Node) -> Rule | None:
         size = shape(operands(node)[0])
         letters = without(letters_of(size), range(len(size) - count, len(size)))
         sizes = sizes_of(letters, size)
-        several = len(operands(node)) > 1  # the second holds indices, and the padding of uneven shards holds none
+        several = len(operands(node)) > 1  # the second holds indices, but padding holds any numbers
         even = frozenset(sizes) if several else frozenset[str]()
         return Rule((letters,) * len(operands(node)), (letters,) * len(results_of(node)), sizes, even=even)
 
@@ -115,8 +115,8 @@ def over_dims(
     node: fx.Node, reaches: Mapping[int, Reach], fill: float | str = 0.0, linear: bool = True,
     local: Localize | None = None, whole: Collection[int] = (),
 ) -> Rule:  # fmt: skip
-    """The rule of an operator whose results have the dims of its operand: slices of those in `reaches` are made of a
-    window, others are independent. Those in `whole` stay whole, and those of size 1 before or after."""
+    """The rule of an operator whose results have the dims of its operand. Slices of the dims in `reaches` depend on a
+    window, the other dims are independent. Dims in `whole`, and those of size 1 before or after, stay whole."""
     before, results = shape(operands(node)[0]), results_of(node)
     after = tuple(results[0].shape)
     sides = enumerate(zip(before, after, strict=False))

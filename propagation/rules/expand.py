@@ -1,9 +1,9 @@
-"""Operators whose value is not a function of local parts become operators whose value is.
+"""Replaces operators that cannot be computed from local parts by operators that can.
 
 A mean is a sum divided by the *global* count; batch statistics are sums; a loss that averages over its valid targets is
-a sum over a count. After this pass each of them is split like any sum, and the conversions of the placement algebra do
-the rest (the local element count never enters). How an operator is expanded is in the file of its family
-(`EXPANSIONS`, merged in `table.py`).
+a sum divided by a count. After this pass each of them splits like any sum, and conversions do the rest (the local
+element count never enters). The expansion of an operator is in the file of its family (`EXPANSIONS`, merged in
+`table.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def expand(
     module: fx.GraphModule, batch_norm_parts: int = 1, random_numbers: RandomNumbers = RandomNumbers.COUNTER,
     own: Collection[Any] = (),
 ) -> dict[fx.Node, fx.Node]:  # fmt: skip
-    """Replace every node of `module` that has an expansion (in place; capture owns the module), and what replaces it in
-    turn. Operators in `own` stay: users gave them rules.
+    """Replace every node of `module` that has an expansion, recursively (in place; capture owns the module). Operators
+    in `own` stay: users gave them rules.
 
-    Returns for each input that an operator wrote to, unseen by torch.export, its last value. Raises StrategyError for a
-    BatchNorm in training whose batch `batch_norm_parts` does not divide.
+    Returns the last value of each input that an operator wrote to without torch.export noticing. Raises StrategyError
+    for a training BatchNorm whose batch `batch_norm_parts` does not divide.
     """
     written: dict[fx.Node, fx.Node] = {}
     by_torch = random_numbers is RandomNumbers.TORCH
@@ -47,7 +47,7 @@ def expand(
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node | tuple[fx.Node | None, ...]) -> None:
-    """Let `new` stand for `node`. Of several results each getitem takes its own; one that is None stays."""
+    """Replace `node` by `new`. With several results, each getitem is replaced by its own; one that is None stays."""
     if isinstance(new, fx.Node):
         node.replace_all_uses_with(new)
     else:

@@ -1,4 +1,4 @@
-"""A rule as text: one row of the rule table, and the Rule of a call that it stands for.
+"""A rule as text: one row of the rule table, and its Rule for a call.
 
     "... k, n k, +n -> ... n"    a spec for each tensor operand, and for each result
 
@@ -7,7 +7,7 @@
                  first: only the major one can split
     +n           an operand that enters a sum once: Partial, not Broadcast, where a summed factor is split
 
-A dim of size 1 whose factor is larger elsewhere broadcasts. A row that text cannot say is a function of the call.
+A dim of size 1 whose factor is larger elsewhere broadcasts. A rule that text cannot express is a function of the call.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ RowFunction = Callable[[fx.Node], Rule | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the rule table: the factors as text, and what is not plain about them.
+    """One row of the rule table: the factors as text, and further properties.
 
     text          a spec for each operand and each result
     reduce        factors that are summed over
     whole         factors that cannot be split
     linear        sets of operands (their numbers) in which the operator is jointly linear
     contraction   it multiplies and adds over all its factors, and is priced so
-    local         writes the local form where it is another call than the global one
+    local         writes the local form, if it differs from the global call
     even          factors must be split evenly
-    fill          what operands have in the padding of uneven shards (see `Rule.fill`)
+    fill          the value of operands in the padding of uneven shards (see `Rule.fill`)
     """
 
     text: str
@@ -53,8 +53,8 @@ class Row:
 
 
 def parse_row(row: Row, node: fx.Node) -> Rule:
-    """The Rule of `row` for one call: names become sizes, and absent optional operands drop out. The spec of a list of
-    tensors is that of each of them, unless the row has a spec for every one."""
+    """The Rule of `row` for one call: factors get their sizes, and absent optional operands drop out. The spec of a
+    list of tensors applies to each of them, unless the row has a spec for every one."""
     specs, result_specs = specs_of(row.text)
     places = [tensors for _, tensors in schema_tensors(node)]
     if len(specs) > len(places):
@@ -100,7 +100,7 @@ def tokens_of(spec: str) -> list[str]:
 
 
 def _named(text: str, sizes: Mapping[str, int]) -> frozenset[str]:
-    """The factors that `text` names; `...` are those of all leading dims."""
+    """The factors that `text` names; `...` stands for those of all leading dims."""
     leading = {name for name in sizes if name.startswith("_")} if "..." in text.split() else set[str]()
     return frozenset(text.split()) - {"..."} | leading
 
@@ -110,7 +110,7 @@ def _without(dims: Dims, whole: frozenset[str]) -> Dims:
 
 
 def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
-    """The tensor arguments of the operator's schema: the name of each, and the tensors that a call gives for it (none
+    """The tensor arguments of the operator's schema: their names, and the tensors that the call passes for each (none
     for an absent optional one)."""
     arguments: list[tuple[str, tuple[fx.Node, ...]]] = []
     for i, argument in enumerate(schema_of(node.target).arguments):
@@ -122,7 +122,7 @@ def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
 
 
 def specified_results(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
-    """The spec and the size of each result of a call; the spec of a list is that of each of its tensors."""
+    """The spec and the size of each result of a call; the spec of a list applies to each of its tensors."""
     results = results_of(node)
     if isinstance(value(node), list) and len(specs) == 1:
         specs = [*specs] * len(results)
@@ -130,7 +130,7 @@ def specified_results(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tu
 
 
 def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
-    """The factors of a tensor of `size` by its spec; `sizes` gains those of its factors."""
+    """The factors of a tensor of `size`, from its spec; adds their sizes to `sizes`."""
     tokens = tokens_of(spec)
     named = len([t for t in tokens if t != "..."])
     dims: list[tuple[str, ...]] = []
@@ -147,6 +147,6 @@ def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
 
 
 def _spread(dims: Dims, size: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
-    """`dims` of an operand without those of size 1 that broadcast."""
+    """The `dims` of an operand, without factors for dims of size 1 that broadcast."""
     same = (extent != 1 or len(parts) != 1 or sizes[parts[0]] == 1 for parts, extent in zip(dims, size, strict=True))
     return tuple(parts if kept else () for parts, kept in zip(dims, same, strict=True))

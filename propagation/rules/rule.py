@@ -1,4 +1,4 @@
-"""What a rule says of one operator, and the options on one mesh axis that follow from it.
+"""The rule of one operator, and the options on one mesh axis that follow from it.
 
 A rule names the *factors* of an operator: index letters that its operands and results share, as in
 `... k, n k, +n -> ... n`. Splitting a factor over an axis splits every tensor that has it:
@@ -6,11 +6,11 @@ A rule names the *factors* of an operator: index letters that its operands and r
     an operand that has the factor   Shard          an operand that lacks it   Broadcast
     a result that has it             Shard          a result that lacks it     Partial (the factor is summed)
 
-Most rules are written as text (`row.py`), the others by functions of the call (`dims.py` has what these share). Where
-a rank runs another call than the global one, the rule's `local` writes it with an `Emitter`.
+Most rules are written as text (`row.py`), the others as functions of the call (`dims.py` has their helpers). If a rank
+runs a call that differs from the global one, the rule's `local` writes it with an `Emitter`.
 
-An operator may also own an `Exchange`: a split under which a tensor is placed otherwise than above, and its local form
-sends ranks what they lack. Windows (`windows.py`) are exchanged before the local form, as several readers share them.
+An operator may also own an `Exchange`: a split with other placements than above, under which the local form sends each
+rank the data that it lacks. Windows (`windows.py`) are exchanged before the local form, as several readers share them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..ops import indexing
 from ..ops.kinds import Bytes
 from .windows import Halo
 
-Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
+Dims = tuple[tuple[str, ...], ...]  # the factors of each dim, major first; () cannot be split
 # (emitter, args and kwargs with the local operands) -> the node of the local result, or one for each of several results
 Localize = Callable[["Emitter", tuple[Any, ...], dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShapes:
-    """The local shapes of a call: of each tensor operand and of each result."""
+    """The local shapes of the tensor operands and of the results of a call."""
 
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
@@ -46,15 +46,15 @@ class LocalShapes:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A conversion inside of an operator. What it moves is as large as a rank's part of tensor number `tensor`, counted
-    over the operands, then the results."""
+    """A conversion inside an operator. It moves as much data as a rank's part of tensor number `tensor`, counted over
+    the operands, then the results."""
 
     tensor: int
     source: Placement
     target: Placement
 
     def whole_bytes(self, held: Bytes, size: int) -> Bytes:
-        """What one rank would hold if none of `size` ranks, which hold `held` bytes each, had only a part."""
+        """The bytes of the whole value, of which each of `size` ranks holds `held` bytes."""
         if isinstance(self.target, SliceWindow):
             return held // self.target.cut.width * self.target.cut.size
         return held * size if isinstance(self.source, Shard) else held
@@ -62,14 +62,14 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One more way to split a factor, under which the local form sends the ranks what they lack: a ring of keys and
-    values, a product that gathers while it multiplies.
+    """A further way to split a factor, under which the local form communicates: a ring of keys and values, a product
+    that gathers while it multiplies.
 
-    factor   the name of this way; in the rule's sizes it stands beside the factor itself (`owning`)
+    factor   the name of this way; it is in the rule's sizes beside the factor itself (`owning`)
     of       the factor that it splits
-    placed   of some tensors, numbered as in `Hop`, where they are instead of where a split of `of` has them
-    hops     from the sizes of the axes, major first, to what the local form sends, one after another
-    beside   it is sent while the operator computes, and costs only the time beyond that
+    placed   the placements of some tensors, numbered as in `Hop`, that differ from those under a plain split of `of`
+    hops     from the sizes of the axes, major first, to the conversions of the local form, in order
+    beside   it communicates while the operator computes, and costs only the time beyond that
     """
 
     factor: str
@@ -86,19 +86,19 @@ class Rule:
     operands, results   the dims of each tensor operand (in the order of `graph.operands(node)`) and result
     sizes               the global size of each factor
     reduce              factors that are summed over: a result that lacks one is Partial when it is split
-    reduce_by           "sum", or "max" where the result is the largest (a value with a gradient has no Partial(max),
-                        so there these splits drop out)
+    reduce_by           "sum", or "max" for maxima (a value with a gradient cannot be Partial(max), so these splits drop
+                        out)
     additive            operands that enter the sum once
     linear              sets of operands in which the operator is jointly linear, the others held fixed
     flops               floating-point operations of the whole forward call; > 0 marks a contraction
-    local               writes the local form where it is another call than the global one
-    windows             factors whose slices of the result need more of an operand than the same slice of it
+    local               writes the local form, if it differs from the global call
+    windows             halos of factors whose slices of the result need more of an operand than the same slice
     exchanges           further ways to split factors, in which `local` communicates
     even                factors that must be split evenly
-    fill                what operands have in the padding of uneven shards (None: any numbers), for an operator whose
+    fill                the value of operands in the padding of uneven shards (None: any numbers), for an operator whose
                         value or derivative might not be finite there
-    masks               `local` itself takes care of the padding of uneven shards that are summed
-    whole_gradients     gradients must be whole on every rank, not addends: what is whole is Replicate
+    masks               `local` itself masks the padding of uneven shards that are summed
+    whole_gradients     gradients must be whole on every rank, not addends: unsplit tensors are Replicate
     """
 
     operands: tuple[Dims, ...]
@@ -119,17 +119,17 @@ class Rule:
 
     @property
     def uneven(self) -> frozenset[str]:
-        """The factors that may be split unevenly: those that make up a dim alone, and are not exchanged."""
+        """The factors that may be split unevenly: those that are a whole dim, and are not exchanged."""
         merged = {f for dims in (*self.operands, *self.results) for parts in dims if len(parts) > 1 for f in parts}
         return frozenset(self.sizes) - merged - self.even - {exchange.factor for exchange in self.exchanges}
 
     @property
     def owners(self) -> tuple[Halo | Exchange, ...]:
-        """What communicates on the operator's own account."""
+        """The halos and exchanges, which communicate on the operator's own account."""
         return (*self.windows, *self.exchanges)
 
     def dim_of(self, halo: Halo) -> int:
-        """The dim of its operand that `halo` is along."""
+        """The dim of its operand along which `halo` lies."""
         return self.operands[halo.operand].index((halo.factor,))
 
     def carries_leading(self, batched: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -139,7 +139,7 @@ class Rule:
 
 
 def owning(rule: Rule, *exchanges: Exchange) -> Rule:
-    """`rule` with `exchanges`, as far as it has the factors that they split."""
+    """`rule` with those of `exchanges` whose factors it has."""
     own = tuple(exchange for exchange in exchanges if exchange.of in rule.sizes)
     sizes = {**rule.sizes, **{exchange.factor: rule.sizes[exchange.of] for exchange in own}}
     return replace(rule, sizes=sizes, exchanges=(*rule.exchanges, *own))
@@ -148,8 +148,8 @@ def owning(rule: Rule, *exchanges: Exchange) -> Rule:
 def hops_of(
     rule: Rule, owner: Halo | Exchange, counts: tuple[int, ...], sizes: Sequence[tuple[int, ...] | None]
 ) -> tuple[Hop, ...]:
-    """What `owner` sends where axes of the sizes `counts` split its factor. `sizes`: of each operand, None where it is
-    no tensor."""
+    """The conversions of `owner` if axes of the sizes `counts` split its factor. `sizes`: the size of each operand,
+    None for one that is no tensor."""
     if isinstance(owner, Exchange):
         return owner.hops(counts)
     size = sizes[owner.operand]
@@ -160,11 +160,11 @@ def hops_of(
     return (Hop(owner.operand, Shard(dim), window),) if window.local is None else ()
 
 
-Split = Mapping[str, Mapping[str, int]]  # for each factor that is split the axes that split it, with their sizes
+Split = Mapping[str, Mapping[str, int]]  # for each split factor, the axes that split it, with their sizes
 
 
 def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], SliceWindow]:
-    """For each operand (of the global `sizes`) and factor the window that a rank reads, where a slice is not enough."""
+    """For each operand (of the global `sizes`) and factor the window that a rank reads, if a slice is not enough."""
     windows = {}
     for halo in rule.windows:
         if halo.factor in split:
@@ -176,15 +176,15 @@ def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> di
 
 @dataclass(frozen=True, eq=False)
 class Emitter:
-    """Writes the local form of one call: the operators that a rank runs in place of it.
+    """Writes the local form of one call: the operators that a rank runs in its place.
 
     node     the global call
     rule     its rule
     shapes   the local shapes of its tensors
     whole    the global shapes of its operands
-    graph    what is written to
-    split    for each factor that is split the axes that split it, major first, with their sizes
-    send     writes a conversion, with the axes it goes along
+    graph    the graph that it adds nodes to
+    split    for each split factor, the axes that split it, major first, with their sizes
+    send     writes a conversion along some axes
     """
 
     node: fx.Node
@@ -197,7 +197,7 @@ class Emitter:
 
     @cached_property
     def windows(self) -> Mapping[tuple[int, str], SliceWindow]:
-        """For each operand and factor that the rule has a halo for, what the rank holds in place of its slice."""
+        """For each operand and split factor with a halo, the window that the rank holds in place of its slice."""
         return windows_of(self.rule, self.split, self.whole)
 
     def cut(self, factor: str) -> Cut:
@@ -214,22 +214,22 @@ class Emitter:
         return self.call(indexing.position, list(axes), list(axes.values())) if axes else None
 
     def bounds(self, factor: str) -> list[int]:
-        """Where along `factor` the parts of the ranks begin, and where the last of them ends."""
+        """The starts of the ranks' parts of `factor`, and the end of the last part."""
         return [0, *(stop for _, stop in self.cut(factor).spans)]
 
     def hops(self, factor: str) -> tuple[Hop, ...]:
-        """What the exchange `factor` has to send; nothing where it is not split."""
+        """The conversions of the exchange `factor`; none if it is not split."""
         exchange = next(exchange for exchange in self.rule.exchanges if exchange.factor == factor)
         return exchange.hops(tuple(self.split[factor].values())) if factor in self.split else ()
 
     def sent(self, factor: str, number: int, x: fx.Node) -> fx.Node:
-        """What hop `number` of the exchange `factor` makes of `x`. The local form writes each hop once."""
+        """`x` after hop `number` of the exchange `factor`. The local form writes each hop once."""
         assert self.send is not None, f"{self.node.target} exchanges {factor} where nothing is split"
         return self.send(x, self.hops(factor)[number], tuple(self.split[factor]))
 
     def padding_masks(self, i: int, part: fx.Node) -> list[fx.Node]:
-        """For each dim along which operand `i` is split unevenly a mask, which broadcasts to its local `part`, of the
-        padding."""
+        """A mask of the padding, which broadcasts to the local `part`, for each dim along which operand `i` is split
+        unevenly."""
         masks = []
         for dim, parts in enumerate(self.rule.operands[i]):
             if len(parts) == 1 and parts[0] in self.split:
@@ -240,7 +240,7 @@ class Emitter:
         return masks
 
     def filled(self, i: int, part: fx.Node) -> fx.Node:
-        """The local `part` of operand `i`, with the numbers in its padding that the rule asks for."""
+        """The local `part` of operand `i`, with its padding filled as the rule requires."""
         rule = self.rule
         summed = {f for f in rule.reduce & set(self.split) if (f,) in rule.operands[i]}
         number = rule.fill
@@ -255,7 +255,7 @@ class Emitter:
 
 
 def _element(number: float, tensor: torch.Tensor) -> float | int | bool:
-    """`number` as an element of `tensor`: the least one for minus infinity."""
+    """`number` as an element of `tensor`; minus infinity becomes the least value of its dtype."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return number
     if tensor.dtype is torch.bool:
@@ -265,7 +265,7 @@ def _element(number: float, tensor: torch.Tensor) -> float | int | bool:
 
 @dataclass(frozen=True, slots=True)
 class AxisOption:
-    """What an operator does on one axis: the factor it splits (None: none), and where its tensors then are."""
+    """An option of an operator on one axis: the factor that it splits, if any, and the placements of its tensors."""
 
     factor: str | None
     operands: tuple[Placement, ...]
@@ -276,7 +276,7 @@ class AxisOption:
 
 
 def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
-    """Every option that `rule` allows on one axis, before divisibility is looked at."""
+    """Every option that `rule` allows on one axis, divisible or not."""
     options = [_split(rule, factor) for factor in rule.sizes if rule.sizes[factor] > 1]
     count, results = len(rule.operands), len(rule.results)
     options.append(AxisOption(None, (REPLICATE,) * count, (REPLICATE,) * results))
@@ -289,7 +289,8 @@ def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
 
 
 def _split(rule: Rule, factor: str) -> AxisOption | None:
-    """Split `factor`, or None where it is not the major part of a dim or a result cannot do without it."""
+    """The option that splits `factor`; None if it is not the major part of a dim, or a result lacks it without
+    reducing over it."""
     exchange = next((exchange for exchange in rule.exchanges if exchange.factor == factor), None)
     if exchange:
         return _exchanging(exchange, _split(rule, exchange.of))
@@ -312,7 +313,7 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
 
 
 def _exchanging(exchange: Exchange, plain: AxisOption | None) -> AxisOption | None:
-    """The option `plain`, which splits the factor, with the exchange."""
+    """The option `plain`, a split of the factor, with the placements of the exchange."""
     if plain is None:
         return None
     placed = [exchange.placed.get(i, p) for i, p in enumerate((*plain.operands, *plain.results))]
@@ -321,7 +322,7 @@ def _exchanging(exchange: Exchange, plain: AxisOption | None) -> AxisOption | No
 
 
 def _dim_of(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
-    """The dim whose major part `factor` is; None if no dim has it; -1 if it is not the major part."""
+    """The dim of which `factor` is the major part; None if no dim has it; -1 if it is not the major part."""
     for dim, parts in enumerate(dims):
         if factor in parts:
             before = parts[: parts.index(factor)]

@@ -1,7 +1,7 @@
 """The rule table: the one visible merge of the rows and expansions of all families.
 
-A new operator is a row in the file of its family, and a test. An operator without a row still gives right results: it
-runs replicated on every device (`rule_of` returns None), with a warning that shows the rule to write.
+A new operator is a row in the file of its family, and a test. An operator without a row still computes the right
+result: it runs replicated on every device (`rule_of` returns None), with a warning that shows the rule to write.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _NONE: Rows = {}
 
 def rule_of(node: fx.Node, own: Rows = _NONE) -> Rule | None:
     """The rule of one call, or None for an operator without a row (and for one that draws random numbers). `own`: the
-    rows that users gave to operators, which go first.
+    rows that users gave to operators, which take precedence.
 
     Raises OperatorError for a user's row that does not fit the call."""
     if draws_random_numbers(node):
@@ -105,7 +105,7 @@ def rule_of(node: fx.Node, own: Rows = _NONE) -> Rule | None:
 
 
 def _where_addends_add_up(rule: Rule, node: fx.Node) -> Rule:
-    """`rule`, linear only where dtypes are: see `add_up`."""
+    """`rule`, linear only in operands whose dtypes allow it (`add_up`)."""
     results = [result.dtype for result in results_of(node)]
     given = [value(operand).dtype for operand in operands(node)]
     linear = tuple(both for both in rule.linear if all(add_up(given[i], dtype) for i in both for dtype in results))
@@ -113,9 +113,9 @@ def _where_addends_add_up(rule: Rule, node: fx.Node) -> Rule:
 
 
 def add_up(given: torch.dtype, result: torch.dtype) -> bool:
-    """Whether what is computed of addends of dtype `given` may add up to what is computed of their sum. Integers wrap
-    around, so that addends tell their sum modulo 2 to the number of bits: more bits, or fractions, cannot be computed
-    of each. A number that is cut off to an integer is not the sum of those of its addends; nor are truth values."""
+    """Whether results of dtype `result`, computed from addends of dtype `given`, can add up to the result for their
+    sum. Integers wrap around, so that addends determine their sum only modulo 2 to the number of bits, not as a wider
+    integer or a fraction. Truncation to an integer does not distribute over sums; nor do truth values."""
     if torch.bool in (given, result):
         return False
     whole, cut = (not (dtype.is_floating_point or dtype.is_complex) for dtype in (given, result))
@@ -129,12 +129,12 @@ def _rule_by(row: Row | RowFunction | None, node: fx.Node) -> Rule | None:
 
 
 def has_row(operator: Any) -> bool:
-    """Whether there is a rule for `operator`; operators that are tagged as pointwise share one."""
+    """Whether there is a rule for `operator`; operators tagged as pointwise share one."""
     return operator in ROWS or is_pointwise(operator)
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result comes from one element of each operand, by the same function."""
+    """Whether each element of the result is the same function of one element of each operand."""
     if node.target in ROWS:
         return node.target in pointwise.ELEMENTWISE
     return has_row(node.target) and not draws_random_numbers(node)

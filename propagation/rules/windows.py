@@ -1,9 +1,9 @@
-"""What operators with windows read beyond a rank's slice: convolutions, pools, interpolation, padding.
+"""Windows of operators that read beyond a rank's slice: convolutions, pools, interpolation, padding.
 
-For each dim a rule has the *reach* of a range of the result: the range of the operand that it is made of. What a rank
-needs is then the reach of its slice of the result: a window of the operand, which an exchange with the ranks next to it
-makes (`strategy/cut.py`), with corners where one dim is exchanged after another. The window comes with its padding, so
-that the operator runs on it without any.
+For each dim a rule has the *reach* of a range of the result: the range of the operand that it depends on. A rank needs
+the reach of its slice of the result: a window of the operand, assembled by an exchange with the neighbouring ranks
+(`strategy/cut.py`), with corners where one dim is exchanged after another. The window includes its padding, so that the
+operator runs on it without padding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...strategy.cut import Cut, SliceWindow, Span
 
 
 class Reach(Protocol):
-    """A frozen value: the range of the operand that the range [start, stop) of the result is made of."""
+    """The range of the operand that the range [start, stop) of the result depends on, as a frozen value."""
 
     def __call__(self, start: int, stop: int) -> Span: ...
 
@@ -37,8 +37,8 @@ class Strided:
 @dataclass(frozen=True, slots=True)
 class Spread:
     """The reach of a transposed convolution, which spreads each element over `extent` of the result (dilation included)
-    at every `stride`, and cuts off the first `before`. The range has elements that add nothing where it takes them to
-    cover the range of the result."""
+    at every `stride`, and cuts off the first `before`. It includes elements that add nothing if the range of the result
+    is not covered without them."""
 
     extent: int
     stride: int = 1
@@ -50,13 +50,13 @@ class Spread:
         return begin, max((last - 1) // self.stride, -((self.extent - last) // self.stride)) + 1
 
     def place(self, start: int) -> int:
-        """Where in what the range for [start, ...) is spread over that begins."""
+        """The place of `start` within the range over which the reach of [start, ...) is spread."""
         return start + self.before - self(start, start + 1)[0] * self.stride
 
 
 @dataclass(frozen=True, slots=True)
 class WholeRows:
-    """The reach `each` of rows, in a dim that has all rows of `length` elements one after another."""
+    """The reach `each` among rows, in a dim that holds consecutive rows of `length` elements."""
 
     each: Reach
     length: int
@@ -68,7 +68,7 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """A rank with a slice of `factor` of the result needs its reach of operand `operand`. (`fill`: see SliceWindow.)"""
+    """The `reach` into operand `operand` of a slice of `factor` in the result. (`fill`: see SliceWindow.)"""
 
     operand: int
     factor: str
@@ -76,7 +76,7 @@ class Halo:
     fill: float | str = 0.0
 
     def window(self, dim: int, operand: Cut, result: Cut) -> SliceWindow:
-        """The windows of `dim` of the operand, cut as `operand`, for a result that is cut as `result`."""
+        """The windows along `dim` of the operand with the cut `operand`, for a result with the cut `result`."""
         end = (operand.size, operand.size)
         spans = [self.reach(start, stop) if start < stop else end for start, stop in result.spans]
         full = (self.reach(start, start + result.width) for start, stop in result.spans if start < stop)
@@ -89,13 +89,13 @@ def by_dim(windows: Mapping[tuple[int, str], SliceWindow], operand: int) -> dict
 
 
 def own_slice(like: SliceWindow) -> SliceWindow:
-    """What a rank holds of the dim of `like`, as a window."""
+    """A rank's slice of the dim of `like`, as a window."""
     return SliceWindow(like.dim, like.cut, like.cut.spans, like.cut.width, like.fill)
 
 
 def united(wanted: Sequence[Mapping[int, SliceWindow]]) -> Mapping[int, SliceWindow] | None:
-    """One window of each dim that all of `wanted` (the windows of each reader of a tensor by dim) can be cut out of, at
-    the same place on every rank; None if there is none. A reader without a window of a dim reads the slice."""
+    """One window for each dim that contains all of `wanted` (the windows of each reader of a tensor, by dim), each at
+    the same place on every rank; None if there is none. A reader without a window along a dim reads the slice."""
     every = {window.dim: window for reader in wanted for window in reader.values()}
     joint_windows: dict[int, SliceWindow] = {}
     for dim, like in sorted(every.items()):
@@ -121,7 +121,7 @@ def _union(windows: Sequence[SliceWindow]) -> SliceWindow:
 
 
 def place_in(joint: SliceWindow, window: SliceWindow) -> int | None:
-    """Where in `joint` the `window` of every rank begins; None if that is not one place for all."""
+    """The place in `joint` where the `window` of every rank begins; None if it differs by rank."""
     places = {span[0] - whole[0] for span, whole in _full(window, joint.spans)}
     if len(places) > 1:
         return None
@@ -130,5 +130,5 @@ def place_in(joint: SliceWindow, window: SliceWindow) -> int | None:
 
 
 def _full(window: SliceWindow, spans: Sequence[Span]) -> Iterable[tuple[Span, Span]]:
-    """The spans of `window` that are not empty, each with that of `spans`."""
+    """The nonempty spans of `window`, each with the corresponding one of `spans`."""
     return [(span, other) for span, other in zip(window.spans, spans, strict=True) if span[0] < span[1]]

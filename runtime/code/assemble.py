@@ -22,8 +22,8 @@ from .strides import follows, is_loose
 def assemble_code(
     module: fx.GraphModule, phase: str, reasons: Sequence[Conversion] = (), inputs_as: InputsAs = AS_TRACED
 ) -> Code:
-    """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here. `reasons`: its
-    conversions as they were planned."""
+    """The instructions of a flat graph. Constants of the module are bound here, and are not inputs. `reasons`: its
+    planned conversions."""
     nodes = members_late(list(module.graph.nodes))
     placeholders = [node for node in nodes if node.op == "placeholder"]
     written = {placeholders[place] for place in inputs_as.written}
@@ -80,8 +80,8 @@ def assemble_code(
 
 
 def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
-    """`nodes` with what takes one tensor out of a group of conversions moved to just before its first use: an
-    executor may go on while the group is under way, and waits where a result is read."""
+    """`nodes` with each getitem of a group of conversions moved to just before its first use: an executor may go on
+    while the group is under way, and waits where a result is read."""
     place = {node: i for i, node in enumerate(nodes)}
 
     def when(node: fx.Node) -> tuple[int, int]:
@@ -93,15 +93,14 @@ def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a call reads: of a conversion one for each tensor."""
+    """The operands of a call; for a group of conversions one for each tensor, even if repeated."""
     arguments: tuple[Any, ...] = node.args
     return tuple(arguments[0]) if node.target is convert_group else tuple(node.all_input_nodes)
 
 
 class _Constants:
-    """What a text refers to by name: operators, and arguments that have no text of their own. Infinities and devices
-    have one name each: how many objects of them there are is another thing for a graph that was read from disk, and the
-    text has to be the same on every rank."""
+    """The named constants of a text: operators, and arguments without a literal. Infinities and devices have one name
+    per value: a graph read from disk may have more objects for them, and the text must be the same on every rank."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -118,7 +117,7 @@ class _Constants:
 def _written(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Mapping[fx.Node, int], constants: _Constants
 ) -> str:
-    """A call as Python."""
+    """The Python text of a call."""
     texts = [_argument(a, slots, constants) for a in args]
     if target is operator.getitem:
         return f"{texts[0]}[{texts[1]}]"
@@ -139,7 +138,7 @@ def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -
 
 
 def relayout_of(node: fx.Node, phase: str) -> Relayout | None:
-    """What `node` is as a conversion; None if it is none."""
+    """The conversion that `node` performs; None if it is no conversion."""
     if node.target not in (convert, convert_group):
         return None
     arguments: tuple[Any, ...] = node.args
@@ -166,7 +165,7 @@ def relayout_of(node: fx.Node, phase: str) -> Relayout | None:
 
 
 def _may_be_view(node: fx.Node) -> bool:
-    """Whether a conversion is a slice that nobody needs to be contiguous, as one of a weight for a product."""
+    """Whether a conversion is a slice whose readers do not need it contiguous, such as a weight of a product."""
     if node.target is not convert or not is_loose(node):
         return False
     return kind_of(str(node.args[1]), str(node.args[2])) is Kind.SLICE

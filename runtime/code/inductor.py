@@ -1,9 +1,9 @@
-"""Stretches of a graph between its collectives as compiled kernels.
+"""Compiles the stretches of a graph between its collectives with TorchInductor.
 
-The graph stays the one that fusion has made: collectives, random operators and what takes a group apart stand where
-they stood, so that all that is issued early still is, and every backend draws the same numbers. What is between two of
-them becomes one call of what TorchInductor makes of it. Equal stretches, as those of a model's layers, are compiled
-once in a process; TorchInductor keeps its kernels on disk.
+Collectives, random operators and the getitems of groups stay in the order of fusion, so that collectives are still
+issued early, and every backend draws the same numbers. Each stretch between them becomes one call of a compiled
+function. Equal stretches, such as those of a model's layers, are compiled once per process; TorchInductor keeps its
+kernels on disk.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .memory import is_whole_view, owned_by
 from .region import Region
 from .strides import strides_of
 
-FAKE = FakeTensorMode()  # one mode for all: a graph that is compiled takes its inputs from one
+FAKE = FakeTensorMode()  # shared, as all inputs of a compiled graph must come from one mode
 Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def compile_regions(
     module: fx.GraphModule, examples: Sequence[Tensor], compiler: Compiler = inductor
 ) -> tuple[fx.GraphModule, list[Tensor | None]]:
-    """`module` with each stretch of operators between its collectives as one call of what `compiler` makes of it, and
-    fake tensors like its outputs. `examples`: fake tensors like its inputs, strides included."""
+    """`module` with each stretch of operators between its collectives compiled by `compiler` into one call, and fake
+    tensors like its outputs. `examples`: fake tensors like its inputs, strides included."""
     order = _getitems_early(members_late(list(module.graph.nodes)))
     values = _values(order, module, examples)
     graph = fx.Graph()
@@ -59,7 +59,7 @@ def compile_regions(
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What a compiler is given. Stretches of one text and inputs of one kind are equal."""
+    """The input of a compiler. Stretches with the same text and inputs of the same kinds are equal."""
 
     compiler: Compiler
     text: str
@@ -79,7 +79,7 @@ def _add_region(
     graph: fx.Graph, new: dict[fx.Node, fx.Node], stretch: Sequence[fx.Node], values: dict[fx.Node, Any],
     compiler: Compiler,
 ) -> None:  # fmt: skip
-    """Write one call for all of `stretch` to the end of `graph`."""
+    """Append one call for all of `stretch` to `graph`."""
     inside = set(stretch)
     inputs = list(dict.fromkeys(o for node in stretch for o in node.all_input_nodes if o not in inside))
     results = [n for n in stretch if isinstance(values[n], Tensor) and any(user not in inside for user in n.users)]
@@ -105,8 +105,8 @@ def _add_region(
 
 
 def _views_among(results: Sequence[fx.Node], inside: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The results that are all of another one, each with the calls that make it of that one. They stay outside of the
-    stretch: if a compiler lays out the other one in its own way, it is laid out as it should be once, not twice."""
+    """The results that are views of all of another result, each with the calls that make the view. They stay outside of
+    the stretch: if a compiler returns the viewed result with other strides, it is copied only once."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for result in results:
         calls, node = list[fx.Node](), result
@@ -123,7 +123,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def _stretches(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The nodes in order, those that may run as one together and every other one by itself."""
+    """Partition the nodes, in order, into runs of nodes that may be compiled together, and single other nodes."""
     stretch: list[fx.Node] = []
     for node in order:
         if _may_join(node):
@@ -144,13 +144,13 @@ def _may_join(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node is more than a view or one of several results."""
+    """Whether a node computes something, unlike a view or a getitem."""
     returns = schema_of(node.target).returns if isinstance(node.target, OpOverload) else ()
     return bool(returns) and all(result.alias_info is None for result in returns)
 
 
 def _getitems_early(nodes: list[fx.Node]) -> list[fx.Node]:
-    """`nodes` with what takes one result out of several of an operator right after it."""
+    """`nodes` with the getitems of an operator's results right after the operator."""
     place = {node: i for i, node in enumerate(nodes)}
 
     def when(node: fx.Node) -> tuple[int, int]:
@@ -161,7 +161,7 @@ def _getitems_early(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def _values(order: Sequence[fx.Node], module: fx.GraphModule, examples: Sequence[Tensor]) -> dict[fx.Node, Any]:
-    """A fake tensor for each value, with the strides that it will have when the graph runs."""
+    """A fake tensor for each value, with its strides at run time."""
     values: dict[fx.Node, Any] = {}
     remaining = iter(examples)
     with FAKE:

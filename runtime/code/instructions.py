@@ -1,12 +1,12 @@
-"""What a graph is when it runs: a list of instructions, each of which computes one slot of others: the call of an
-operator, the conversion of a layout, or the rank's position.
+"""A graph at run time: a list of instructions, each of which computes one slot from others. An instruction calls an
+operator, converts a layout, or tells the rank's position.
 
-Both executors run the same instructions, and in both a value is one rank's tensor; what differs is how data move
-between ranks, so an executor says how to write an instruction as a Python expression. What an instruction gives may be
-`awaited`: there later, as of a collective, or of a copy to the host, in which no other rank has a part.
+Both executors run the same instructions, and in both a value is one rank's tensor. Only the movement of data between
+ranks differs, so an executor writes each instruction as a Python expression. The value of an instruction may be
+`awaited`, that is, available only later: of a collective, or of a local operation such as a copy to the host.
 
     assemble.py    from a graph to instructions
-    memory.py      which of them may write into memory that is there already
+    memory.py      finds those that may write into existing memory
     straight_line.py   from instructions to a Python function
 """
 
@@ -30,9 +30,9 @@ from ...strategy.placement import Kind, Placement, Shard
 class Relayout:
     """A conversion as an instruction: of one or several tensors, along `axes`.
 
-    owned     for each tensor whether nobody else reads its memory, so that it may hold the result
-    private   and whether simulated ranks have one each, see `CallOperator`
-    loose     what it gives may lie in memory in any way
+    owned     for each tensor, whether nothing else reads its memory, so that it may hold the result
+    private   for each tensor, whether each simulated rank has its own memory, see `CallOperator`
+    loose     whether the result may have any strides
     """
 
     kind: Kind
@@ -53,12 +53,12 @@ class Relayout:
 
     @property
     def window(self) -> SliceWindow | None:
-        """The window that an exchange makes of slices, or makes slices of."""
+        """The window that an exchange assembles from slices, or adds back to slices."""
         return next((side for side in (self.source, self.target) if isinstance(side, SliceWindow)), None)
 
     @property
     def dims(self) -> tuple[int, int]:
-        """The dims that are put together and cut apart (0 where a side is whole)."""
+        """The dims that are joined and cut (0 where a side is whole)."""
         before = self.source.dim if isinstance(self.source, Shard) else 0
         after = self.target.dim if isinstance(self.target, Shard) else 0
         return before, after
@@ -69,11 +69,11 @@ class CallOperator:
     """Compute slot `out` from the slots `operands`, each named once.
 
     text         the call as Python, in which v3 is slot 3 and other names are constants of the Code
-    in_place     the same, into the memory of an operand that nobody else reads; "" if there is none
-    private      of that memory each simulated rank has its own: what is the same for several ranks they share
-    once         it draws random numbers, of which every rank must see the same, or calls a person's hook
-    follows      its value has the traced strides wherever its operands have theirs
-    awaited      it only starts something, and what it gives has a `wait` for the value
+    in_place     the same call, writing into the memory of an operand that nothing else reads; "" if there is none
+    private      each simulated rank has its own of that memory (ranks share values that are the same for several)
+    once         it draws random numbers, which must be the same on every rank, or calls a user's hook
+    follows      its value has the traced strides if its operands have theirs
+    awaited      it only starts an operation, and returns an object whose `wait` returns the value
     """
 
     out: int
@@ -88,8 +88,8 @@ class CallOperator:
     communicates: ClassVar[bool] = False
 
     def expression(self, *, in_place: bool, late: bool) -> str:
-        """The value as Python, in the memory of an operand if that may be (`in_place`); if it is awaited, what is to be
-        waited for (`late`), or the value itself."""
+        """The value as a Python expression, in the memory of an operand if possible and `in_place`. An awaited call
+        gives the object to wait for if `late`, else the value."""
         text = (in_place and self.in_place) or self.text
         return f"{text}.wait()" if self.awaited and not late else text
 
@@ -107,7 +107,7 @@ class ConvertLayout:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks send something, and so meet."""
+        """Whether ranks send data, and so meet."""
         return self.relayout.kind.communicates
 
     awaited = communicates
@@ -115,7 +115,7 @@ class ConvertLayout:
 
 @dataclass(frozen=True, slots=True)
 class TellPosition:
-    """Slot `out` is the rank's position along `axes`."""
+    """Set slot `out` to the rank's position along `axes`."""
 
     out: int
     name: str
@@ -132,9 +132,9 @@ Instruction = CallOperator | ConvertLayout | TellPosition
 
 @dataclass(frozen=True)
 class Code:
-    """A graph ready to run: inputs fill the first slots. `shared`: for each output whether it may share memory with an
-    input, with another output, or with something larger than itself. `traced`: fake tensors like the values of slots;
-    empty where nothing was traced."""
+    """A graph as instructions; inputs fill the first slots. `shared`: for each output, whether it may share memory with
+    an input, with another output, or with something larger than itself. `traced`: fake tensors like the values of
+    slots, for those with a traced tensor."""
 
     instructions: tuple[Instruction, ...]
     inputs: int
@@ -143,11 +143,11 @@ class Code:
     constants: Mapping[str, Any]
     phase: str
     traced: Mapping[int, Tensor] = field(default_factory=dict)
-    reasons: Sequence[Conversion] = ()  # of conversions, by their tags
+    reasons: Sequence[Conversion] = ()  # the planned conversions, by tag
 
     @cached_property
     def identity(self) -> int:
-        """A number that tells it from other codes, the same in every process."""
+        """A checksum that distinguishes it from other codes, the same in every process."""
         text = "\n".join(
             f"{step.out} {step.operands} {step.text if isinstance(step, CallOperator) else ''} {step.name}"
             for step in self.instructions
@@ -155,7 +155,7 @@ class Code:
         return zlib.crc32(f"{self.phase}\n{text}\n{self.outputs}".encode())
 
     def describe(self, step: Instruction) -> str:
-        """What `step` is, for people: "the backward's all_reduce of fc1.weight over dp (model.py:31, ...)"."""
+        """A description of `step`: "the backward's all_reduce of fc1.weight over dp (model.py:31, ...)"."""
         if not isinstance(step, ConvertLayout):
             return f"{step.name} of the {self.phase}"
         c = step.relayout
@@ -168,10 +168,10 @@ class Code:
 
 @dataclass(frozen=True)
 class InputsAs:
-    """How a program takes inputs, by their places.
+    """Properties of a program's inputs, by their places.
 
-    loose      parts that may lie in memory in any way
-    written    parts that it may write into
+    loose      parts that may have any strides
+    written    parts that the program may write into
     """
 
     loose: frozenset[int] = frozenset()
@@ -179,11 +179,11 @@ class InputsAs:
 
     @cached_property
     def views(self) -> frozenset[int]:
-        """Those of which a part is a view of the whole where it can be, and of what a rank holds always."""
+        """The inputs whose parts are views: of the whole if possible, and always of the part that a rank holds."""
         return self.loose | self.written
 
 
 AS_TRACED = InputsAs()
 
 
-Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited
+Mark = Callable[[Instruction, Any, bool], None]  # takes an instruction, its value, and whether it was waited for

@@ -1,4 +1,4 @@
-"""A graph of a step as a function: for an executor, by a backend, with what it is told about when it is timed."""
+"""A graph of a step as a function for an executor and a backend, timed if a timeline listens."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .straight_line import Run
 
 
 class Executor(Protocol):
-    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part)."""
+    """Runs code on values; a value represents one tensor (as a list of parts, or as one rank's part)."""
 
     def enter(
         self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Any]:
-        """The values of the tensors of a call. Parts of those at the places `views` may lie in memory in any way: they
-        are views of the tensors unless a slice is short."""
+        """The values of the tensors of a call. Parts of those at the places `views` may have any strides: they are
+        views of the tensors unless a slice is short."""
         ...
 
     def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
-        """The tensors of values; what is shared leaves as a copy."""
+        """The tensors of values; those in `shared` are copied."""
         ...
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Any:
-        """The value that is zero, for a gradient that did not come."""
+        """The zero value, for a missing gradient."""
         ...
 
     def pack(self, values: Sequence[Any]) -> list[Tensor]:
@@ -44,7 +44,7 @@ class Executor(Protocol):
         ...
 
     def unpack(self, tensors: Sequence[Tensor], /) -> list[Any]:
-        """The values that `pack` made the flat list of."""
+        """The values of a flat list that `pack` made."""
         ...
 
     def load(self, code: Code, mark: Mark | None = None) -> Run:
@@ -53,9 +53,9 @@ class Executor(Protocol):
 
 
 class Backend(Choice):
-    """What runs the operators of a step."""
+    """The backend that runs the operators of a step."""
 
-    EAGER = "eager"  # PyTorch, one after another
+    EAGER = "eager"  # PyTorch, one operator after another
     INDUCTOR = "inductor"  # TorchInductor's kernels, one for each stretch between collectives
 
 
@@ -63,7 +63,7 @@ class Loaded:
     """A graph and the function that runs it for one executor.
 
     code       its instructions
-    examples   fake tensors like its outputs, where the backend needs to know them
+    examples   fake tensors like its outputs, if the backend needs them
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Loaded:
         """The values of the outputs for those of the inputs."""
         if not timed():
             return self._run(inputs)
-        run = self._timed  # made before the time counts
+        run = self._timed  # loaded before the time starts
         begin(inputs)
         return run(inputs)
 
 
 class Backward(Loaded):
-    """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
+    """The backward of a Step: from saved values and tangents to the gradients of inputs.
 
-    places      the inputs for which there is a gradient; one on which no output depends gets none
-    placed      where the gradients are
-    shared      which of them are copied, as `Code.shared`
+    places      the inputs that get a gradient; one on which no output depends gets none
+    placed      the layouts of the gradients
+    shared      whether each of them is copied, as `Code.shared`
     """
 
     def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
@@ -107,19 +107,19 @@ class Backward(Loaded):
         self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
 
     def values(self, inputs: list[Any]) -> list[Any]:
-        """The gradients as values, those that there are."""
+        """The gradients as values, without missing ones."""
         return [value for value in self.run(inputs) if value is not None]
 
 
 @dataclass(frozen=True)
 class Loader:
-    """What runs code, and in what form."""
+    """An executor and a backend, which load code."""
 
     executor: Executor
     backend: Backend = Backend.EAGER
 
     def example(self, placed: PlacedPort) -> Any:
-        """A fake tensor like the part of an input or output, where the backend needs one."""
+        """A fake tensor like the part of an input or output, or None if the backend needs none."""
         if self.backend is Backend.EAGER:
             return None
         return example(placed.local_shape, placed.dtype, placed.port.node.meta["val"].device)

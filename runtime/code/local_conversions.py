@@ -1,4 +1,4 @@
-"""Conversions that need no other rank: one function for each kind of them, and the table of these."""
+"""Conversions that need no other rank: a function for each kind, and their table."""
 
 from __future__ import annotations
 

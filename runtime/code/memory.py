@@ -1,4 +1,4 @@
-"""Whose memory a value has, and whether anyone else may read it: what may be overwritten, and what must be copied."""
+"""The owners and readers of memory, which decide what may be overwritten and what must be copied."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .strides import strides_of
 
 _aten = torch.ops.aten
 
-# Views of all of a tensor: what they give is no smaller than the memory that it keeps alive.
+# Views of all of a tensor: they keep no more memory alive than they show.
 _WHOLE_VIEWS = {
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
     _aten.permute.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
 }  # fmt: skip
 
-# Operators of which each element is made of those at its place, and their forms that write into the first operand.
+# Elementwise operators, and their forms that write into the first operand.
 _IN_PLACE: dict[Any, Any] = {
     _aten.add.Scalar: _aten.add_.Scalar,
     _aten.add.Tensor: _aten.add_.Tensor,
@@ -45,7 +45,7 @@ _IN_PLACE: dict[Any, Any] = {
     _aten.tanh.default: _aten.tanh_.default,
 }
 
-# Those of which another form writes its result into the argument of this name, which may be the first operand.
+# Operators with a form that writes its result into the argument of this name, which may be the first operand.
 _OUT_OF_PLACE: dict[Any, tuple[Any, str]] = {
     _aten.gelu_backward.default: (_aten.gelu_backward.grad_input, "grad_input"),
     _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
@@ -53,7 +53,7 @@ _OUT_OF_PLACE: dict[Any, tuple[Any, str]] = {
 }
 _COMMUTES = {_aten.add.Tensor, _aten.mul.Tensor}
 
-# Operators, beside collectives, that only start something: what they give has a `wait` for the value.
+# Operators, beside collectives, that only start an operation: they return an object whose `wait` returns the value.
 AWAITED: frozenset[Any] = frozenset()
 
 
@@ -67,15 +67,14 @@ def _select_scatter_(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
     return x
 
 
-# Those that put elements in the place of others. To do so twice is to do it once, so that simulated ranks may share
-# what is written into.
+# Operators that replace elements. They are idempotent, so that simulated ranks may share the memory they write into.
 _INTO_IT = _aten.index_copy_.default, _select_scatter_, _slice_scatter_
 _INTO: dict[Any, Any] = dict(zip(REPLACING, _INTO_IT, strict=True))
 
 
 @dataclass(frozen=True)
 class Overwrite:
-    """A call that writes into the memory of its first operand, which `owner` made. `private`: see `CallOperator`."""
+    """A call that writes into the memory of its first operand, allocated by `owner`. `private`: see `CallOperator`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -85,8 +84,8 @@ class Overwrite:
 
 
 def overwriting(node: fx.Node, written: Collection[fx.Node] = ()) -> Overwrite | None:
-    """The call of `node` as one that writes into an operand, if nobody else reads that memory and it is just what the
-    result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared. `written`: the inputs
+    """The call of `node` in a form that writes into an operand, if nothing else reads that memory and it fits the
+    result exactly. New memory, which must be mapped and cleared, costs as much as the arithmetic. `written`: the inputs
     that a call may write into (see written.py)."""
     if node.target in _INTO:
         operand = node.args[0]
@@ -113,7 +112,7 @@ def overwriting(node: fx.Node, written: Collection[fx.Node] = ()) -> Overwrite |
 
 
 def _is_like(one: fx.Node, other: fx.Node) -> bool:
-    """Whether the values of two nodes have one shape, dtype and strides."""
+    """Whether the values of two nodes have the same shape, dtype and strides."""
     a, b = one.meta.get("val"), other.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
@@ -121,20 +120,20 @@ def _is_like(one: fx.Node, other: fx.Node) -> bool:
 
 
 def is_identity(node: fx.Node) -> bool:
-    """Whether what a node gives is its operand: without autograd, what detaches is that too."""
+    """Whether a node returns its operand: a no-op conversion, an alias or, as autograd is off, a detach."""
     if node.target is convert:
         return kind_of(str(node.args[1]), str(node.args[2])) is Kind.NOTHING
     return node.target in (_aten.detach.default, _aten.alias.default)
 
 
 def is_whole_view(node: fx.Node) -> bool:
-    """Whether what a node gives is all of its operand."""
+    """Whether a node returns a view of all of its operand."""
     return node.target in _WHOLE_VIEWS or is_identity(node)
 
 
 def owner_of(node: Any, reader: fx.Node, written: Collection[fx.Node] = ()) -> fx.Node | None:
-    """What has made the memory of `node`, or which of the inputs `written` it is, if `reader` alone reads it, all of it
-    and once."""
+    """The node that allocates the memory of `node`, or the input of `written` that it is, if `reader` alone reads all
+    of that memory, and once."""
     while isinstance(node, fx.Node) and set(node.users) == {reader} and _reads(reader)[node] == 1:
         if node in written or _is_fresh(node):
             return node
@@ -145,19 +144,19 @@ def owner_of(node: Any, reader: fx.Node, written: Collection[fx.Node] = ()) -> f
 
 
 def runs_once(node: fx.Node) -> bool:
-    """Whether one rank computes what a call gives for all."""
+    """Whether one simulated rank runs a call for all."""
     return node.op == "call_function" and (draws_random_numbers(node) or calls_hook(node))
 
 
 def is_awaited(node: fx.Node) -> bool:
-    """Whether what a call gives is there only when it was waited for."""
+    """Whether the result of a call must be waited for."""
     if node.target in (convert, convert_group):
         return kind_of(str(node.args[1]), str(node.args[2])).communicates
     return node.target in AWAITED
 
 
 def is_private(owner: fx.Node | None) -> bool:
-    """Whether each rank runs what has made this memory: neither the ranks of a group together nor one for all."""
+    """Whether each simulated rank allocates this memory by itself: neither its group together nor one rank for all."""
     if owner is None:
         return False
     maker = _maker(owner)
@@ -166,7 +165,7 @@ def is_private(owner: fx.Node | None) -> bool:
 
 
 def _reads(node: fx.Node) -> Counter[fx.Node]:
-    """How often `node` names each of its operands."""
+    """The number of times that `node` reads each of its operands."""
     counts: Counter[fx.Node] = Counter()
 
     def see(operand: fx.Node) -> fx.Node:
@@ -178,14 +177,14 @@ def _reads(node: fx.Node) -> Counter[fx.Node]:
 
 
 def may_share(returned: Any) -> tuple[bool, ...]:
-    """See `Code.shared`."""
+    """For each output, whether it may share memory: see `Code.shared`."""
     roots = [_root(o) if isinstance(o, fx.Node) else None for o in returned]
     count = Counter(roots)
     return tuple(root is not None and (not _is_fresh(root) or count[root] > 1) for root in roots)
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value of which `node` is a view, all of it."""
+    """The value of which `node` is a whole view, or `node` itself."""
     while is_whole_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -199,7 +198,7 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether an operator makes memory for `node`, and no more than for it."""
+    """Whether an operator allocates memory for `node` alone."""
     maker = _maker(node)
     if isinstance(maker.target, Region):
         return maker is not node and maker.target.owned[node.args[1]]  # type: ignore[index]
@@ -207,7 +206,7 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def owned_by(stretch: Collection[fx.Node], results: Sequence[fx.Node]) -> list[bool]:
-    """For each of the results of a stretch whether an operator in it makes memory for that one, and for no other."""
+    """For each of the results of a stretch, whether an operator in it allocates memory for that result alone."""
     memory = Counter(map(memory_of, results))
     return [root in stretch and _is_fresh(root) and memory[root] == 1 for root in map(_root, results)]
 

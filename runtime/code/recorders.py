@@ -1,6 +1,4 @@
-"""What ran: every collective that an executor performs is told to the recorders that listen, and every instruction to
-those of a timeline.
-"""
+"""Recorders: executors report every collective to the listeners, and every instruction to timelines."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def record_collectives() -> Iterator[list[Event]]:
 
 
 def note(c: Relayout, parts: Sequence[Tensor]) -> None:
-    """Tell the listeners that `c` communicates the local tensors `parts`, all in one collective."""
+    """Report to the listeners that `c` communicates the local tensors `parts`, all in one collective."""
     if (_listeners or _timelines) and c.kind.communicates:
         payload = sum(c.payload(part.shape, part.element_size()) for part in parts)
         event = Event(c.kind, c.axes, c.size, payload, c.phase, c.tags)
@@ -63,26 +61,26 @@ def note(c: Relayout, parts: Sequence[Tensor]) -> None:
 
 # -- A timeline ------------------------------------------------------------------------------------------------------
 
-Stamp = Any  # seconds, or a CUDA event that has them later
+Stamp = Any  # seconds, or a CUDA event that yields them later
 
 
 class _SpanRecorder:
-    """The spans of the steps that run while it listens.
+    """Measures the spans of the steps that run while it listens.
 
-    On the CPU an operator lasts from the end of what came before it, and a collective from when it is issued to when
-    the backend says that it is done. On a GPU both are read off events of the stream that computes, so that a
-    collective lasts until that stream has waited for it.
+    On the CPU an operator lasts from the end of the previous instruction, and a collective from its issue until the
+    backend reports its completion. On a GPU both are read from events of the compute stream, so that a collective lasts
+    until that stream has waited for it.
     """
 
     def __init__(self) -> None:
         self._measured: list[tuple[str, str, str, Stamp, Callable[[], Stamp], dict[str, Any]]] = []
         self._issued: dict[tuple[str, int], tuple[Stamp, list[Stamp], dict[str, Any]]] = {}
-        self.sent = 0  # bytes of the collective that was noted last: the one that is issued
+        self.sent = 0  # the payload of the last noted collective, which is the one being issued
         self._origin: Stamp = None
         self._last: Stamp = None
 
     def begin(self, inputs: Sequence[Any]) -> None:
-        """Code begins to run."""
+        """Start a run of code."""
         first = inputs[0] if inputs else None
         tensor = first[0] if isinstance(first, list) else first
         self._cuda = isinstance(tensor, Tensor) and tensor.is_cuda
@@ -90,11 +88,11 @@ class _SpanRecorder:
         self._origin = self._origin or self._last
 
     def resume(self) -> None:
-        """What was done since the last instruction is not the next one's time."""
+        """Exclude the time since the last instruction from the next one."""
         self._last = self._now()
 
     def mark(self, phase: str, step: Instruction, value: Any, awaited: bool) -> None:
-        """An instruction has run and given `value`, or (`awaited`) it has been waited for."""
+        """Record that an instruction has run and returned `value`, or (`awaited`) that it has been waited for."""
         before, self._last = self._last, self._now()
         if not isinstance(step, ConvertLayout) or not step.communicates:
             if not awaited:
@@ -106,17 +104,17 @@ class _SpanRecorder:
         else:
             c = step.relayout
             about = {"kind": str(c.kind), "axes": ",".join(c.axes), "bytes": self.sent}
-            if not hasattr(value, "works"):  # the results of simulated ranks, which wait for no one
+            if not hasattr(value, "works"):  # the results of simulated ranks, which are complete
                 self._add(step, phase, COMMUNICATION, before, self._last, about)
                 return
             done: list[Stamp] = []
             self._issued[phase, step.out] = before, done, about
             if not self._cuda:
-                with contextlib.suppress(RuntimeError):  # gloo's reduce_scatter has no future: it ends when waited for
+                with contextlib.suppress(RuntimeError):  # gloo's reduce_scatter has no future: it ends with the wait
                     value.works[-1].get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
 
     def spans(self) -> list[Span]:
-        """What was measured, from the first step's beginning."""
+        """The measured spans, relative to the start of the first step."""
         if self._origin is not None and self._cuda:
             torch.cuda.synchronize()
         spans = []
@@ -145,13 +143,13 @@ _timelines: list[_SpanRecorder] = []
 
 @contextlib.contextmanager
 def record_timeline() -> Iterator[list[Span]]:
-    """Collect when each operator and each collective of the steps inside the block runs, on this rank, with the names
-    that `program.schedule` predicts them by. The list is filled when the block ends.
+    """Collect the spans of the operators and collectives of the steps inside the block, on this rank, with the names
+    that `program.schedule` uses in predictions. The list is filled when the block ends.
 
-    In simulation operators are those of the first rank, and between them there is time that the others take. A
-    collective lasts while its results are made; what the ranks add up before, as they run, is in no span.
+    In simulation operators are those of the first rank, with gaps for the time of the others. A collective lasts while
+    its results are computed; additions while the ranks run are in no span.
 
-    Telling the time takes some: about a microsecond for each operator.
+    Timing takes about a microsecond for each operator.
     """
     timeline, spans = _SpanRecorder(), list[Span]()
     _timelines.append(timeline)
@@ -163,24 +161,24 @@ def record_timeline() -> Iterator[list[Span]]:
 
 
 def timed() -> bool:
-    """Whether anyone listens to instructions."""
+    """Whether a timeline listens to instructions."""
     return bool(_timelines)
 
 
 def begin(inputs: Sequence[Any]) -> None:
-    """Tell the listeners that code runs with `inputs`."""
+    """Report to the timelines that code starts to run with `inputs`."""
     for timeline in _timelines:
         timeline.begin(inputs)
 
 
 def resume() -> None:
-    """Tell the listeners that the last instruction is long done, and the next one begins."""
+    """Report to the timelines that the next instruction begins now, not at the end of the last one."""
     for timeline in _timelines:
         timeline.resume()
 
 
 def marking(code: Code) -> Mark:
-    """What tells the listeners of the instructions of `code`."""
+    """A function that reports the instructions of `code` to the timelines."""
 
     def mark(step: Instruction, value: Any, awaited: bool) -> None:
         for timeline in _timelines:

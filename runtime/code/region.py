@@ -1,4 +1,4 @@
-"""A stretch of a graph that a compiler made one call of, and whose memory its results are."""
+"""A compiled stretch of a graph, and the ownership of its results' memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class Region:
-    """Calls what a compiler made of a stretch.
+    """Calls a compiled stretch.
 
-    owned   for each result whether the call makes memory for it and for nothing else, as the stretch's operators do. A
-            compiler may give equal results one memory, or one a part of something larger; then the first call sees it,
-            and it and all later ones copy them.
+    owned   for each result, whether the call must allocate memory for it alone, as the stretch's operators do. A
+            compiler may return equal results in the same memory, or a result as part of a larger one: the first call
+            detects this, and all calls copy such results.
     """
 
-    __name__ = "region"  # what its results are called after in a graph
+    __name__ = "region"  # graphs name its results after it
 
     def __init__(self, run: Callable[..., Sequence[Tensor]], owned: Sequence[bool]) -> None:
         self._run, self.owned = run, tuple(owned)
@@ -34,7 +34,7 @@ class Region:
         return results
 
     def _not_alone(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[int, ...]:
-        """The owned results that have their memory with another, or more of it than they need."""
+        """The owned results that share memory with an input or another result, or hold more than they need."""
         held = [_memory(tensor) for tensor in (*inputs, *results)]
         return tuple(
             i

@@ -1,8 +1,8 @@
-"""A code cut where ranks meet: what simulated ranks run one after another, and what they then do together.
+"""Cuts a code where ranks meet, into stretches that simulated ranks run one after another.
 
-A stretch is what a rank runs without hearing from the others. Within one a rank runs to the end before the next rank
-begins, so that what it computes on the way is gone by then: memory that is used for the first time costs many times the
-arithmetic on it, and all ranks' at once would all be new.
+A rank runs a stretch without data from the others, and to its end before the next rank begins. Its intermediate values
+are free by then, and the next rank reuses their memory: first use of new memory costs many times the arithmetic on it,
+and ranks side by side would need new memory for each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .instructions import CallOperator, Code, ConvertLayout, Instruction
 
 @dataclass(frozen=True)
 class Stretch:
-    """Instructions that a rank runs in order, the conversions among them up to handing in the rank's parts.
+    """Instructions that a rank runs in order; in a conversion it only hands in its parts.
 
-    frees    the slots of inputs and of earlier stretches that they read, and nothing later
-    keeps    those that something reads later, too
+    frees    the slots of inputs and of earlier stretches that they read for the last time
+    keeps    those that they read, and that later stretches or outputs read too
     gives    the slots computed here that are read later
     """
 
@@ -30,12 +30,12 @@ class Stretch:
 
     @cached_property
     def meetings(self) -> tuple[ConvertLayout, ...]:
-        """The conversions for which ranks meet, whose results are there when the last rank has run."""
+        """The conversions for which ranks meet, whose results are available after the last rank has run."""
         return tuple(step for step in self.steps if isinstance(step, ConvertLayout) and step.communicates)
 
     @cached_property
     def common(self) -> tuple[int, ...]:
-        """The slots that one rank computes for all: random numbers, and what is made of no operands."""
+        """The slots that one rank computes for all: random numbers, hooks, and calls without operands."""
         return tuple(step.out for step in self.steps if is_common(step))
 
 
@@ -56,10 +56,10 @@ def stretches_of(code: Code) -> tuple[Stretch, ...]:
 def levels(code: Code) -> list[int]:
     """For each instruction the number of its stretch.
 
-    A new stretch begins where the result of a conversion of the last one is read: the program's order says how long
-    values live, and random numbers are drawn in it. Only what leads to no further conversion, such as what is done
-    with reduced gradients, waits for the next stretch without beginning it: in data parallelism, where all that
-    follows a reduction is of that kind, the whole backward is one stretch.
+    A new stretch begins where the result of a conversion of the last one is read: program order determines the
+    lifetimes of values and the order of random numbers. Only instructions that lead to no further conversion, such as
+    those on reduced gradients, wait for the next stretch without starting it: in data parallelism, where all
+    instructions after a reduction are of that kind, the whole backward is one stretch.
     """
     leading = _leading(code)
     here, ready, numbers = 0, dict[int, int](), []
@@ -73,7 +73,7 @@ def levels(code: Code) -> list[int]:
 
 
 def _leading(code: Code) -> set[int]:
-    """The slots of conversions for which ranks meet, and of all that they are made of."""
+    """The slots of conversions for which ranks meet, and of all values that they depend on."""
     leading: set[int] = set()
     for step in reversed(code.instructions):
         if step.communicates or step.out in leading:
@@ -82,7 +82,7 @@ def _leading(code: Code) -> set[int]:
 
 
 def _linked(cut: Sequence[Sequence[Instruction]], outputs: set[int]) -> tuple[Stretch, ...]:
-    """The instructions of each stretch with what stretches give each other."""
+    """Stretches from their instructions, with the slots that pass between them."""
     later, stretches = set(outputs), list[Stretch]()
     for steps in reversed(cut):
         inside = {step.out for step in steps}

@@ -1,4 +1,4 @@
-"""Slices of tensors that ranks hold, put together and cut apart: short ones, and the windows that overlap."""
+"""Joins and cuts the slices of tensors that ranks hold, including short slices and overlapping windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .strides import Strides, contiguous
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Where a tensor of global `shape` is. `strides`: those that it has as a whole, as on one device; None: any."""
+    """The layout of a tensor of global `shape`. `strides`: those of the whole tensor, as on one device; None: any."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Placed:
 
 
 def padded(part: Tensor, dim: int, width: int) -> Tensor:
-    """`part` with zeros behind its end along `dim`, so that it has `width` elements there."""
+    """`part` padded with zeros at its end along `dim` to `width` elements."""
     missing = width - part.shape[dim]
     if not missing:
         return part
@@ -44,25 +44,25 @@ def padded(part: Tensor, dim: int, width: int) -> Tensor:
 
 
 def part_of(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
-    """The part that `rank` has of a whole `tensor`, contiguous; zeros where its slices are short."""
+    """The contiguous part of a whole `tensor` on `rank`, with zeros where its slices are short."""
     shape = tuple(tensor.shape)
     return full_part(tensor[layout.slices(shape, rank)], layout.local_shape(shape))
 
 
 def full_part(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`part` of the local `shape`, contiguous; zeros where its slices are short."""
+    """`part` padded with zeros to the local `shape`, contiguous."""
     for dim, width in enumerate(shape):
         part = padded(part, dim, width)
     return contiguous(part)
 
 
 def short_part(part: Tensor, placed: Placed, rank: int) -> Tensor:
-    """What `rank` has of a tensor in its full `part`."""
+    """The full `part` of `rank` without the padding of short slices."""
     return part if placed.even else part[tuple(slice(0, size) for size in placed.held(rank))]
 
 
 def pieces(whole: Tensor, placement: Shard, count: int) -> Sequence[Tensor]:
-    """The slices of `whole` that `count` ranks have under `placement`, short ones padded."""
+    """The slices of `whole` on `count` ranks under `placement`, short ones padded."""
     dim, cut = placement.dim, placement.cut
     if cut is None:
         return whole.chunk(count, dim)
@@ -70,7 +70,7 @@ def pieces(whole: Tensor, placement: Shard, count: int) -> Sequence[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
-    """The tensor of whose slices under `placement` ranks have `parts`."""
+    """The tensor whose slices under `placement` are `parts`, on all ranks."""
     dim, cut = placement.dim, placement.cut
     if cut is not None:
         parts = [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(parts, cut.spans, strict=True)]
@@ -81,7 +81,7 @@ def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
 
 
 def window_of(window: SliceWindow, position: int, part: Tensor, fetch: Callable[[Strip], Tensor]) -> Tensor:
-    """The window of the rank at `position`, which holds `part`; `fetch(strip)` gives what is another rank's."""
+    """The window of the rank at `position`, which holds `part`; `fetch(strip)` returns the rows of another rank."""
     dim, shape = window.dim, list(part.shape)
     shape[dim] = window.width
     strips = window.strips(position)
@@ -99,12 +99,12 @@ def window_of(window: SliceWindow, position: int, part: Tensor, fetch: Callable[
 
 
 def first_row(strip: Strip) -> int:
-    """Where in the slice of its source the elements of `strip` begin."""
+    """The first row of `strip` in the slice of its source."""
     return strip.start - (strip.count - 1) if strip.step < 0 else strip.start
 
 
 def addends_of(window: SliceWindow, strip: Strip, part: Tensor) -> Tensor:
-    """What a rank that holds `part`, the gradient of its window, adds to the rows that `strip` was made of."""
+    """The addends for the source rows of `strip`, from `part`, the gradient of a rank's window."""
     rows = part.narrow(window.dim, strip.at, strip.count)
     if strip.step == 0 and strip.count > 1:
         return rows.sum(window.dim, keepdim=True)
@@ -112,7 +112,8 @@ def addends_of(window: SliceWindow, strip: Strip, part: Tensor) -> Tensor:
 
 
 def slice_of(window: SliceWindow, position: int, part: Tensor, received: Sequence[tuple[Strip, Tensor]]) -> Tensor:
-    """The sum of all addends of the slice of the rank at `position`, whose own are in `part`."""
+    """The sum of all addends of the slice of the rank at `position`: its own, from its window `part`, and those
+    `received`."""
     dim, shape = window.dim, list(part.shape)
     shape[dim] = window.cut.width
     total = part.new_zeros(shape)

@@ -1,5 +1,5 @@
-"""Instructions as a Python function, made once per graph: straight-line code, in which there is nothing between two
-operators but an assignment."""
+"""Generates a Python function from instructions, once per graph: straight-line code, in which only an assignment
+separates two operators."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ Bind = Callable[[Any], str]  # gives a value a name in the text of a function
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """What the lines of a function are: kept with its names, so that a frame or a traceback tells where a rank is."""
+    """The instructions of a function's lines, kept in its globals, so that a frame or a traceback locates a rank."""
 
     code: Code
     lines: Mapping[int, Instruction]
     ranks: Callable[[Relayout], tuple[int, ...]]
 
     def at(self, line: int) -> tuple[Instruction | None, str]:
-        """The instruction of a line, and what it is."""
+        """The instruction of a line, and its description."""
         step = self.lines.get(line)
         return step, self.code.describe(step) if step else f"the {self.code.phase}"
 
     def peers(self, step: Instruction | None) -> tuple[int, ...]:
-        """The ranks that take part in `step`; none where it is not a collective."""
+        """The ranks that take part in `step`; none if it is no collective."""
         return self.ranks(step.relayout) if isinstance(step, ConvertLayout) and step.communicates else ()
 
 
 def trail_of(frame: FrameType) -> Trail | None:
-    """The trail of the function that a frame runs, if it is one of ours."""
+    """The trail of the function that a frame runs, if it was generated here."""
     trail = frame.f_globals.get("trail")
     return trail if isinstance(trail, Trail) else None
 
 
 class Dialect(Protocol):
-    """How an executor writes instructions. `late`: one that is awaited gives what has a `wait`, not the value."""
+    """How an executor writes instructions. `late`: awaited ones return an object to wait for, not the value."""
 
     late: bool
 
     def express(self, step: Instruction, bind: Bind) -> str:
-        """The value of `step` as a Python expression; `bind` names what it needs besides slots and constants."""
+        """The value of `step` as a Python expression; `bind` names objects besides slots and constants."""
         ...
 
     def ranks(self, c: Relayout) -> tuple[int, ...]:
@@ -70,8 +70,8 @@ def compile_steps(
     code: Code, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int | None], dialect: Dialect,
     mark: Mark | None = None, names: Sequence[str] = (),
 ) -> Run:  # fmt: skip
-    """The function of `steps` of `code`: from the list of what is called `names` in their texts and the values of the
-    slots `takes`, which it empties, to those of the slots `gives`. Each value is let go after its last use."""
+    """The function of `steps` of `code`: from the list of the values of `names` and of the slots `takes`, which it
+    empties, to those of the slots `gives`. Each value is freed after its last use."""
     known: dict[str, Any] = dict(code.constants)
 
     def bind(value: Any) -> str:
@@ -120,22 +120,22 @@ def compile_steps(
 
 
 def overdue(issued: Relayout | None, pending: Mapping[K, Relayout]) -> list[K]:
-    """Of the collectives under way those that are waited for before `issued` is: where each holds memory until then
-    that its results do not need, there are two at a time."""
+    """The pending collectives to wait for before `issued` is issued: at most two may hold memory that their results do
+    not need."""
     if issued is None or not _holds_what_it_sends(issued):
         return []
     return [slot for slot, other in pending.items() if _holds_what_it_sends(other)][:-1]
 
 
 def _holds_what_it_sends(c: Relayout) -> bool:
-    """Whether a collective holds whole tensors of which it gives slices, or copies; of gradients perhaps until the end,
-    before which nobody reads them."""
+    """Whether a collective holds whole tensors, or copies, until it is waited for: for gradients that may be at the
+    end, when they are first read."""
     return c.kind is Kind.REDUCE_SCATTER or (c.kind is Kind.ALL_REDUCE and c.grouped)
 
 
 def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]:
-    """What writes the line after which a slot has the strides that were traced for it. Where it is known to have them
-    (`exact`) there is none, but with PARTWAY_VERIFY=1 the line that raises if it has not."""
+    """A function that writes the lines that give a slot its traced strides. If it is known to have them (`exact`), it
+    writes none, or, with PARTWAY_VERIFY=1, a line that raises if it has not."""
     fix = bind(laid_out)
     verify = bind(check_laid_out) if os.environ.get("PARTWAY_VERIFY") == "1" else ""
 
@@ -154,7 +154,7 @@ def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]
 def _last_uses(
     steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int | None]
 ) -> Mapping[int, Sequence[int]]:
-    """The slots that are read for the last time by the i-th of `steps`, and by none (i = -1)."""
+    """For each i the slots that the i-th of `steps` reads last; for -1 those that none reads."""
     last = dict.fromkeys(takes, -1)
     for i, step in enumerate(steps):
         last.update(dict.fromkeys((*step.operands, step.out), i))
@@ -174,8 +174,8 @@ _VARIABLE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|#.*|\bv(\d+)\b"""
 
 
 def _in_few_variables(lines: Sequence[str]) -> Iterator[str]:
-    """`lines` in which a value has the variable of one that was let go. A frame has room for all its variables, and
-    where it is large Python maps memory for each call from it, which takes longer than a small kernel."""
+    """`lines` with variables reused after their values are freed. A frame has room for all its variables, and if it is
+    large, Python maps memory for each call from it, which takes longer than a small kernel."""
     variables: dict[str, int] = {}
     free: list[int] = []
 
@@ -194,10 +194,10 @@ def _in_few_variables(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _function(text: str, names: dict[str, Any], phase: str) -> Run:
-    """The function `run` of `text`, whose lines a traceback shows."""
+    """Compile `text` to its function `run`; tracebacks show its lines."""
     file = f"<partway {phase} {id(names):x}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), names)
-    run: Run = names.pop("run")  # its globals are these names: nothing but its callers keeps it
+    run: Run = names.pop("run")  # popped from its own globals, so that only its callers keep it alive
     weakref.finalize(run, linecache.cache.pop, file, None)
     return run

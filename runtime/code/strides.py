@@ -1,10 +1,10 @@
-"""Strides: at run time a tensor has those with which its graph was traced.
+"""Strides: tensors at run time have the strides with which their graph was traced.
 
 Autograd's formulas bring tensors into one memory format while a graph is traced, and leave no operator where the traced
-strides agree already. A kernel that reads other strides then, as those of GroupNorm's backward do, gives other numbers
-without a word. So what an operator gives is compared with what its fake tensor had, and laid out anew where a kernel
-differs from its meta kernel: a comparison of two tuples, and almost never more. What a conversion moves is contiguous,
-and of some operators the kernel has no choice (`follows`): these are compared only with PARTWAY_VERIFY=1.
+strides agree already. Some kernels, such as GroupNorm's backward, silently compute wrong numbers for other strides. So
+the strides of each result are compared with those of its fake tensor, and the result is copied if a kernel differs from
+its meta kernel: usually this is only a comparison of two tuples. Conversions that move data return contiguous tensors,
+and some kernels determine the strides (`follows`): these are checked only with PARTWAY_VERIFY=1.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def strides_of(val: Any) -> Strides | None:
 
 
 def follows(node: fx.Node) -> bool:
-    """Whether what an operator gives has the traced strides wherever its operands have theirs: those of a view follow
-    from where its elements are (but along dims of one), and some kernels keep contiguous tensors contiguous."""
+    """Whether the result of an operator has the traced strides if its operands have theirs: the strides of a view
+    follow from the places of its elements (except along dims of size 1), and some kernels preserve contiguity."""
     op, val = node.target, node.meta.get("val")
     strides = strides_of(val)
     if not isinstance(op, OpOverload) or val is None or strides is None:
@@ -57,7 +57,7 @@ _REDUCTIONS = {_aten.mean.dim, _aten.sum.dim_IntList, _aten.mean.default, _aten.
 
 
 def is_loose(node: fx.Node) -> bool:
-    """Whether only products and lookups read a value, which do so however it lies in memory."""
+    """Whether only products and lookups read a value, which accept any strides."""
     return bool(node.users) and all(user.target in _LOOSE for user in node.users)
 
 
@@ -65,7 +65,8 @@ _LOOSE = {_aten.embedding.default, _aten.linear.default, _aten.mm.default}
 
 
 def laid_out(x: Tensor, strides: Strides) -> Tensor:
-    """`x` with these strides: as it is, if it has them, else a copy. (Those of dims of one element are only said.)"""
+    """`x` with these strides: itself if it has them, a view if only dims of size 1 differ, else a copy. Overlapping
+    `strides` are ignored."""
     if x.stride() == strides:
         return x
     if not x.numel() or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
@@ -76,8 +77,8 @@ def laid_out(x: Tensor, strides: Strides) -> Tensor:
 
 
 def _overlap(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether a whole dim has one element. Some meta kernels say so of a new tensor (that of diagonal_scatter does in
-    PyTorch 2.11, for an expanded operand), which then lies as it does."""
+    """Whether the elements of a dim share memory. Some meta kernels report such strides for a new tensor (that of
+    diagonal_scatter does in PyTorch 2.11, for an expanded operand), which then keeps its actual strides."""
     return any(stride == 0 and n > 1 for n, stride in zip(shape, strides, strict=True))
 
 
@@ -88,9 +89,9 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 def check_laid_out(x: Any, like: Tensor, name: str) -> None:
-    """Raise VerifyError unless `x`, the value `name` of a program, lies in memory as what was traced for it. (The
-    statistics of a norm in bfloat16 are float32, which its meta kernel does not say; only its backward reads them. The
-    strides of no elements are no matter; nor are bytes that a kernel keeps for its backward, whose number no meta
+    """Raise VerifyError unless `x`, the value `name` of a program, has the traced shape and strides. (The dtype may
+    differ: statistics of a norm in bfloat16 are float32, unlike its meta kernel's, and only its backward reads them.
+    The strides of empty tensors do not matter, nor do bytes that a kernel keeps for its backward, whose number no meta
     kernel knows.)"""
     if like.dtype is torch.uint8 and like.shape == (0,):
         return

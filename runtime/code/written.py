@@ -1,9 +1,8 @@
-"""What a call writes into is written where it lies: a cache of keys and values has no copy.
+"""Writes into inputs in place, so that a cache of keys and values is not copied.
 
-In the graph of a call an input that the function writes into is an input and an output, the new value. Where all that
-happens to it is that one operator puts elements in the place of its own, and nothing else that is returned may have its
-memory, the program writes into the part that it is given. (A call that fails half-way has then written some, as in
-PyTorch.)
+In the graph of a call, an input that the function writes into is an input and an output, the new value. If one operator
+that replaces some of its elements is its only reader, and no other output may share its memory, the program writes into
+the part that it is given. (A call that fails half-way has then written some elements, as in PyTorch.)
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from .slices import Placed
 
 
 def written_in_place(step: Step, graph: fx.Graph) -> Mapping[int, int]:
-    """The outputs of `step`, by their places, that are inputs written in place: the place of each one's input. `graph`
-    is the forward, with its results and nothing that a backward reads."""
+    """Map the outputs of `step` that are inputs written in place, by place, to the places of these inputs. `graph` is
+    the forward, which returns only results and nothing for a backward."""
     inputs = {p.port.name: i for i, p in enumerate(step.program.inputs) if p.port.role is Role.INPUT}
     placeholders, returned = graph.find_nodes(op="placeholder"), returned_by(graph)
     memory = [memory_of(node) if isinstance(node, fx.Node) else None for node in returned]

@@ -18,8 +18,8 @@ from ..code.strides import contiguous
 
 @dataclass(frozen=True)
 class Route:
-    """From where to where a value goes: a tensor of global `shape`, laid out as `source` on one mesh and as `target` on
-    the other."""
+    """The route of a value between meshes: a tensor of global `shape`, with the layout `source` on one mesh and
+    `target` on the other."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,42 +29,42 @@ class Route:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What goes from rank to rank."""
+        """The blocks that go from rank to rank."""
         return transfers(self.source, self.target, self.shape)
 
     def cut(self, part: Tensor, transfer: Transfer) -> Tensor:
-        """What a transfer takes of the source's `part`."""
+        """The block of a transfer in the source's `part`."""
         return part[within(transfer.block, self.source.slices(self.shape, transfer.source))]
 
     def place(self, part: Tensor, transfer: Transfer) -> Tensor:
-        """Where a transfer lies in the target's `part`."""
+        """The block of a transfer in the target's `part`."""
         return part[within(transfer.block, self.target.slices(self.shape, transfer.target))]
 
     def empty(self, device: torch.device) -> Tensor:
-        """A part of the target, zero where its slice is short."""
+        """An uninitialised part of the target, or one of zeros if slices may be short."""
         local = self.target.local_shape(self.shape)
         full = self.target.divides(self.shape) if self.target.cuts else True
         return (torch.empty if full else torch.zeros)(local, dtype=self.dtype, device=device)
 
 
 class Courier(Protocol):
-    """Carries values from stage to stage. What is sent on a route for a microbatch is received once, in any order of
-    the microbatches."""
+    """Carries values from stage to stage. A value sent on a route for a microbatch is received once, in any order of
+    microbatches."""
 
     def send(self, route: Route, microbatch: int, value: Any) -> None:
         """Send a value; it may not be written to until it is received."""
         ...
 
     def ready(self, route: Route, microbatch: int) -> bool:
-        """Whether `receive` would find the value, or wait for it. False: in this process it has not been sent."""
+        """Whether `receive` would find the value, or can wait for it. False: this process has yet to send it."""
         ...
 
     def receive(self, route: Route, microbatch: int, device: torch.device) -> Any:
-        """The value, laid out as the target says."""
+        """The value in the layout of the target."""
         ...
 
     def finish(self) -> None:
-        """Wait until all that was sent has left: what is let go before does not arrive."""
+        """Wait until all sent values have left: a value that is freed before does not arrive."""
         ...
 
 
@@ -97,7 +97,7 @@ class BetweenProcesses:
     def __init__(self) -> None:
         self._process = dist.get_rank()
         self._under_way: list[tuple[Any, Tensor]] = []
-        self._kept: dict[tuple[Route, int], Tensor] = {}  # parts of this rank that it needs itself
+        self._kept: dict[tuple[Route, int], Tensor] = {}  # parts that this rank sends to itself
 
     def send(self, route: Route, microbatch: int, value: Tensor) -> None:
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]

@@ -2,8 +2,8 @@
 
 A collective is issued when its operands are ready and waited for where its result is read (`issue.py`).
 
-What draws from a generator (the keys of a call's random numbers, or the numbers themselves) does so on every rank,
-each from its own: the ranks see the same as long as their generators agree (`random_state.py`, `agreement.py`).
+Operators that draw from a generator (the keys of a call's random numbers, or the numbers themselves) do so on every
+rank, each from its own: the numbers are the same as long as the generators agree (`random_state.py`, `agreement.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .issue import ISSUERS, Scratch, Seat, as_bytes
 
 
 class _MadeMeshes:
-    """What was made for one process group: DeviceMeshes, and the process groups along their axes."""
+    """The DeviceMeshes of one process group, and the process groups along their axes."""
 
     def __init__(self) -> None:
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
@@ -44,7 +44,7 @@ class _MadeMeshes:
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """The DeviceMesh of `mesh`, made once for a process group; every rank calls it, in the same order.
+    """The DeviceMesh of `mesh`, created once per process group; every rank must call it, in the same order.
 
     Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
     """
@@ -57,11 +57,11 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """The process group of this rank along `axes`, its ranks in the order of `mesh.group`: for programs only. In
-    a group that others use too, such as that of a DeviceMesh, a collective that one rank alone calls (`full_tensor`, to
-    print a parameter) would meet one of a program's on another rank.
+    """The process group of this rank along `axes`, its ranks in the order of `mesh.group`. Only programs use it: in a
+    shared group, such as that of a DeviceMesh, a collective that one rank alone calls (`full_tensor`, to print a
+    parameter) would meet a collective of a program on another rank.
 
-    They are made when they are first asked for, once; every rank asks, in the same order. Raises RuntimeStateError as
+    It is created at the first request; every rank must request groups in the same order. Raises RuntimeStateError as
     `device_mesh` does, and StrategyError as `mesh.group` does.
     """
     device_mesh(mesh)
@@ -72,7 +72,7 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
 
 
 class Worker:
-    """Runs the program of this process's rank of `mesh`; every rank makes one, in the same order.
+    """Runs the program of this process's rank of `mesh`; every rank creates its workers in the same order.
 
     Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
     """
@@ -86,14 +86,14 @@ class Worker:
         self._scratch = Scratch()
 
     def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """This rank's part of a `tensor` that every rank holds whole; zeros where its slices are short."""
+        """This rank's part of a `tensor` that every rank holds whole, with zeros where its slices are short."""
         return part_of(tensor, layout, self.rank)
 
     def enter(
         self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Tensor]:
-        """This rank's parts: of DTensors those that they hold, and plain tensors are parts already. Raises
-        RuntimeStateError if one has another shape."""
+        """This rank's parts: the local parts of DTensors; plain tensors are parts already. Raises RuntimeStateError if
+        one has a wrong shape."""
         parts = []
         for i, (tensor, port) in enumerate(zip(tensors, placed, strict=True)):
             part = local_part_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -108,7 +108,7 @@ class Worker:
         return parts
 
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
-        """The values: they stay this rank's parts, as far as its slices go. What may share memory is copied."""
+        """The values as this rank's parts, without the padding of short slices. Those in `shared` are copied."""
         parts = [
             short_part(value, place, self.rank) if place.strides is None or place.layout.cuts or place.layout.adds
             else laid_out(value, place.strides)
@@ -117,7 +117,7 @@ class Worker:
         return [part.clone() if held else part for part, held in zip(parts, shared, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
-        """The part of a tensor placed like `placed` that is zero."""
+        """This rank's part of a zero tensor placed like `placed`."""
         return torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)
 
     def pack(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -134,7 +134,7 @@ class Worker:
         ledger = ledger_of(tuple(self.mesh.ranks))
         identity, draws = code.identity, any(step.once for step in code.instructions)
         where = next((code.describe(step) for step in code.instructions if step.communicates), "")
-        noted = draws or bool(where) or code.phase == "backward"  # what a rank may do for itself is its own affair
+        noted = draws or bool(where) or code.phase == "backward"  # other code may run on some ranks only
         where = where or f"the {code.phase}"
 
         def watched(inputs: list[Any]) -> list[Any]:
@@ -165,7 +165,7 @@ class Worker:
                 return bind(torch.tensor(self.mesh.position(self.rank, *step.axes)))
 
     def ranks(self, c: Relayout) -> tuple[int, ...]:
-        """The ranks of the job that a conversion is among."""
+        """The ranks of the job that take part in a conversion."""
         return self.mesh.processes(self.mesh.ranks[self.rank], *c.axes)
 
     def _converter(self, c: Relayout) -> Callable[..., Any]:
@@ -182,8 +182,8 @@ class Worker:
 
 
 def broadcast(tensors: Sequence[Tensor], mesh: Mesh | None = None) -> None:
-    """Write the first rank's values into `tensors` on every rank of the job, or of `mesh`, in place; each of them calls
-    it."""
+    """Write the first rank's values into `tensors` on every rank of the job, or of `mesh`, in place; each of these
+    ranks must call it."""
     part = mesh if mesh is not None and mesh.is_part else None
     group = process_group(part, part.axes) if part else None
     with torch.no_grad():

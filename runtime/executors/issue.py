@@ -1,8 +1,8 @@
-"""How each kind of collective is issued on a process group: one entry of `ISSUERS` for each.
+"""Issues each kind of collective on a process group: one entry of `ISSUERS` for each.
 
-A collective is issued when its operands are ready and waited for where its result is read (`Pending`). What only moves
-data is sent as bytes, so every dtype can be; gloo and NCCL add up all dtypes but 16-bit ints (done here as 32-bit ones)
-and 8-bit floats (an error of the backend).
+A collective is issued when its operands are ready and waited for where its result is read (`Pending`). Collectives that
+only move data send bytes, so they take every dtype; gloo and NCCL add up all dtypes except 16-bit ints (added here as
+32-bit ints) and 8-bit floats (an error of the backend).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ..torch_internals import coalescing_manager
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_MAPPED = 2**25  # bytes: from there on glibc's malloc maps memory for each call
+_MAPPED = 2**25  # bytes: from this size on, glibc's malloc maps memory for each call
 _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
 
 class Pending:
-    """What was issued and is awaited: works that end by themselves, and what then makes the tensors of the results."""
+    """An issued collective: the works to wait for, and a function that then returns the tensors of the results."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], list[Tensor]], single: bool) -> None:
         self.works, self._finish, self._single = works, finish, single
 
     def wait(self) -> Any:
-        """The result: of a collective of one tensor that tensor, else all of them."""
+        """Wait for the result: one tensor, or a list for a collective of several."""
         with waits():
             for work in self.works:
                 work.wait()
@@ -53,18 +53,18 @@ class Pending:
 
 
 class Scratch:
-    """Memory for what is sent and received, given back when that is over. Large pieces are kept on a CPU: its allocator
-    maps and clears such memory anew each time, which takes longer than a copy. (Smaller ones it keeps by itself, as the
-    allocator of a GPU does, and then others may have them meanwhile.)
+    """Send and receive buffers, returned after use. Large CPU buffers are kept: the CPU allocator maps and clears such
+    memory anew each time, which takes longer than a copy. (Smaller ones, and those on a GPU, are left to the allocator,
+    which reuses them itself.)
 
-    Kept are as many pieces as were taken at a time; one that is too small makes room for a larger one."""
+    It keeps as many buffers as were taken at a time; a larger one replaces one that is too small."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []  # bytes, the smallest first
         self._taken: dict[int, Tensor] = {}  # by address
 
     def take(self, count: int, like: Tensor) -> Tensor:
-        """A vector of `count` elements like those of `like`, with any values."""
+        """An uninitialised vector of `count` elements, with the dtype and device of `like`."""
         size = count * like.element_size()
         if like.device.type != "cpu" or size < _MAPPED:
             return like.new_empty(count)
@@ -78,7 +78,7 @@ class Scratch:
         return whole[:size].view(like.dtype)
 
     def give_back(self, taken: Iterable[Tensor]) -> None:
-        """Take these back. Nothing may read them from now on."""
+        """Return these buffers. Nothing may read them from now on."""
         for tensor in taken:
             if (whole := self._taken.pop(tensor.data_ptr(), None)) is not None:
                 insort(self._kept, whole, key=len)
@@ -86,20 +86,20 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where this rank takes part in a collective: its position in the process group, and memory to send from."""
+    """This rank's seat in a collective: its position in the process group, and memory for buffers."""
 
     group: Any
     position: int
     scratch: Scratch
 
 
-Issue = Callable[..., Pending]  # of the tensors of a conversion
+Issue = Callable[..., Pending]  # takes the tensors of a conversion
 Issuer = Callable[[Relayout, Seat], Issue]
 
 
 # -- Several tensors as one collective -------------------------------------------------------------------------------
 
-# The work of a collective, what makes its results when that is done, and the memory that it reads until then.
+# The work of a collective, the function that returns its results after it, and the memory that it reads until then.
 _Issued = tuple[Any, Callable[[], list[Tensor]], Tensor]
 _Send = Callable[[Relayout, list[Tensor], list[bool], Seat], _Issued]
 
@@ -108,8 +108,8 @@ _Send = Callable[[Relayout, list[Tensor], list[bool], Seat], _Issued]
 class _Together:
     """A kind of collective of which one call can carry several tensors.
 
-    send       one call for tensors of one dtype; of each it is told whether its memory may hold its result
-    adds       each element is made of those at its place, so that a tensor may become its own result
+    send       issues one call for tensors of one dtype, and takes for each whether its memory may hold its result
+    adds       it is elementwise, so that a tensor may become its own result
     coalesces  NCCL can run several calls as one, without a copy
     """
 
@@ -128,7 +128,7 @@ class _Together:
         with coalescing_manager(seat.group, async_ops=True) if coalesces else nullcontext() as manager:
             issued = [self.send(c, [parts[i] for i in batch], [c.owned[i] for i in batch], seat) for batch in batches]
         works = [manager] if coalesces else [work for work, _, _ in issued]
-        count = len(parts)  # what was sent may be let go before it is waited for
+        count = len(parts)  # so that `finish` does not keep the parts alive
 
         def finish() -> list[Tensor]:
             results = {i: result for batch, (_, received, _) in zip(batches, issued, strict=True)
@@ -138,8 +138,8 @@ class _Together:
         return Pending(works, finish, not c.grouped)
 
     def _batches(self, c: Relayout, parts: Sequence[Tensor], coalesces: bool) -> list[list[int]]:
-        """Which of `parts` are copied into one buffer. A backend that coalesces takes each by itself, and so is one
-        that can be added up where it is and is so large that the copy would cost more than a call."""
+        """The indices of `parts` by call; those of one call are copied into one buffer. A coalescing backend takes each
+        part by itself, as does a part that is reduced in place and so large that a copy would cost more than a call."""
         every = range(len(parts))
         if coalesces:
             return [[i] for i in every]
@@ -153,12 +153,12 @@ class _Together:
 
 
 def may_become_its_sum(part: Tensor, owned: bool) -> bool:
-    """Whether a part may become its own sum."""
+    """Whether a part may be reduced in place."""
     return owned and part.dtype not in _ADDED_AS and part.is_contiguous()
 
 
 def _all_reduce(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
-    """The sums or maxima of `parts` over the group, in place or of copies in one buffer."""
+    """The sums or maxima of `parts` over the group, in place or in one buffer of copies."""
     reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
     dtype = parts[0].dtype
     wide = _ADDED_AS.get(dtype, dtype)
@@ -207,20 +207,20 @@ def _reduce_scatter(c: Relayout, parts: list[Tensor], owned: list[bool], seat: S
 
 
 def _all_gather(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
-    """The tensors of whose slices ranks hold `parts`."""
+    """The tensors whose slices are the `parts` of the ranks."""
     return _collected(c, [part[None] for part in parts], all_gather, seat)
 
 
 def _all_to_all(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
-    """Slices along one dim of the tensors of whose slices along another ranks hold `parts`."""
+    """This rank's slices, along one dim, of the tensors whose slices along another dim are the `parts` of the ranks."""
     return _collected(c, [_pieces(part, c.target, c.size) for part in parts], dist.all_to_all_single, seat)
 
 
 def _collected(c: Relayout, stacks: list[Tensor], call: Callable[..., Any], seat: Seat) -> _Issued:
-    """Send `stacks` of pieces by `call`, and join those that come from all ranks."""
+    """Send `stacks` of pieces by `call`, and join the pieces received from all ranks."""
     rows, taken = _pack(stacks, seat.scratch)
     short = isinstance(c.source, Shard) and c.source.cut is not None
-    whole = len(stacks) == 1 and c.dims[0] == 0 and not short  # what is received is the result
+    whole = len(stacks) == 1 and c.dims[0] == 0 and not short  # the received buffer is the result
     out = _room(rows.shape[1] * c.size, rows, whole, taken, seat.scratch)
     work = call(as_bytes(out), as_bytes(rows), group=seat.group, async_op=True)
     shapes, width = [stack.shape[1:] for stack in stacks], rows.shape[1]
@@ -235,7 +235,7 @@ def _collected(c: Relayout, stacks: list[Tensor], call: Callable[..., Any], seat
 
 
 def _room(count: int, like: Tensor, kept: bool, taken: list[Tensor], scratch: Scratch) -> Tensor:
-    """A vector to receive into: new memory where it is `kept` as the result, else of `scratch`, and so `taken`."""
+    """A vector to receive into: new memory if it is `kept` as the result, else from `scratch`, and added to `taken`."""
     if kept:
         return like.new_empty(count)
     taken.append(scratch.take(count, like))
@@ -243,7 +243,7 @@ def _room(count: int, like: Tensor, kept: bool, taken: list[Tensor], scratch: Sc
 
 
 def _pieces(part: Tensor, placement: Placement, n: int) -> Tensor:
-    """The slices of `part` that `n` ranks have under `placement`, stacked."""
+    """The slices of `part` on `n` ranks under `placement`, stacked."""
     assert isinstance(placement, Shard)
     if placement.cut is not None:
         return torch.stack(list(pieces(part, placement, n)))
@@ -259,7 +259,7 @@ def _joined(stack: Tensor, placement: Placement) -> Tensor:
 
 
 def _pack(stacks: list[Tensor], scratch: Scratch) -> tuple[Tensor, list[Tensor]]:
-    """Stacks of pieces as one matrix, a row of which goes to one rank, and what of it was taken from `scratch`."""
+    """Stacks of pieces as one matrix with a row for each rank, and the buffers taken from `scratch` for it."""
     shape = stacks[0].shape[0], sum(stack[0].numel() for stack in stacks)
     if len(stacks) == 1 and stacks[0].is_contiguous():
         return stacks[0].view(shape), []
@@ -276,17 +276,17 @@ def _unpack(matrix: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: neither backend moves every dtype."""
+    """The bytes of a contiguous tensor: neither backend supports every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 # -- Windows -----------------------------------------------------------------------------------------------------------
 
-_Messages = Sequence[tuple[int, Strip]]  # the other rank of each, by position, and what it is of
+_Messages = Sequence[tuple[int, Strip]]  # for each message the other rank, by position, and its strip
 
 
 def _messages(window: SliceWindow, position: int) -> tuple[_Messages, _Messages]:
-    """What the rank at `position` sends in an exchange, and what it receives, each in the order of the other ranks."""
+    """The messages that the rank at `position` sends and receives in an exchange, in the order of the other ranks."""
     ranks = range(len(window.spans))
     asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
     needed = sorted(((strip.source, strip) for strip in window.strips(position) if strip.source != position),
@@ -304,8 +304,8 @@ def _exchange(c: Relayout, seat: Seat) -> Issue:
 def _exchanged(
     c: Relayout, window: SliceWindow, part: Tensor, position: int, leaving: _Messages, coming: _Messages, group: Any
 ) -> Pending:
-    """Send neighbours what they need of this rank's slice for their windows, or what they have to add to their slices,
-    and receive theirs; what stays here is copied when the rest has come."""
+    """Send neighbours the rows that their windows need of this rank's slice, or the addends of their slices, and
+    receive theirs; this rank's own rows are copied when the others have arrived."""
     note(c, [part])
 
     def rows(strip: Strip) -> Tensor:

@@ -1,7 +1,7 @@
-"""How each kind of collective is simulated: one entry of `MEETINGS` for each.
+"""Simulates each kind of collective: one entry of `MEETINGS` for each.
 
-The ranks of a group hand in their parts of a tensor one after another, in order; when all have, each gets its result,
-in memory that nobody else writes.
+The ranks of a group hand in their parts of a tensor in order; then each gets its result, in memory that no other code
+writes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Meeting:
         self._of = {rank: handed for group, handed in zip(groups, self._handed, strict=True) for rank in group}
 
     def __call__(self, rank: int, *parts: Tensor) -> None:
-        """Hand in the `parts` of `rank`, one of each tensor."""
+        """Hand in the `parts` of `rank`, one for each tensor."""
         if rank == 0:
             note(self._c, parts)
         for handed, part in zip(self._of[rank], parts, strict=True):
             handed.add(part)
 
     def results(self) -> list[Any]:
-        """For each rank its result: a tensor, or of a group of conversions a list of them."""
+        """The result of each rank: a tensor, or a list for a group of conversions."""
         of_rank: dict[int, list[Tensor]] = {}
         for group, handed in zip(self._groups, self._handed, strict=True):
             each = [one.results(len(group)) for one in handed]
@@ -50,27 +50,26 @@ class Meeting:
 
 
 class _Handed(ABC):
-    """What the ranks of one group hand in of one tensor."""
+    """The parts of one tensor that the ranks of one group hand in."""
 
     @abstractmethod
     def add(self, part: Tensor) -> None:
-        """Take one more rank's `part`."""
+        """Add the `part` of the next rank."""
 
     @abstractmethod
     def results(self, n: int) -> Parts:
-        """What the `n` ranks get."""
+        """The results of the `n` ranks."""
 
 
 class _Total(_Handed):
-    """Parts that are added up as they come (of candidates the largest is taken). `private`: the memory of a part is its
-    rank's own."""
+    """Parts that are reduced as they arrive, by sum or maximum. `private`: the memory of a part belongs to its rank."""
 
     def __init__(self, c: Relayout, private: bool) -> None:
         self._c, self._own = c, private
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """The first becomes the total where its memory is that rank's own."""
+        """Reduce `part` into the total; the first part becomes the total if its memory is private."""
         if self._sum is None:
             self._sum = part
             return
@@ -80,7 +79,7 @@ class _Total(_Handed):
 
     @property
     def total(self) -> Tensor:
-        """Of all parts, in memory of its own."""
+        """The total of all parts, in its own memory."""
         assert self._sum is not None
         return self._sum if self._own else self._sum.clone()
 
@@ -97,7 +96,7 @@ class _ReduceScattered(_Total):
 
 
 class _Row(_Handed):
-    """Parts one after another."""
+    """Parts in the order of the ranks."""
 
     def __init__(self, c: Relayout, private: bool) -> None:
         self._c = c
@@ -108,7 +107,7 @@ class _Row(_Handed):
 
     @property
     def whole(self) -> Tensor:
-        """The tensor of whose slices ranks hold the parts."""
+        """The tensor whose slices are the parts."""
         assert isinstance(self._c.source, Shard)
         return joined(self._parts, self._c.source)
 

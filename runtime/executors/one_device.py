@@ -1,4 +1,4 @@
-"""The only rank of a mesh of one device: a value is a tensor, and what ranks would send, it has."""
+"""The only rank of a mesh of one device: a value is a tensor, and a conversion needs no other rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .meetings import MEETINGS
 
 
 class OneDevice:
-    """Runs the program of the only rank of `mesh`, without what `Simulator` does for many: that took a call of a small
-    model as long as a dozen kernels."""
+    """Runs the program of the only rank of `mesh`, without the overhead of `Simulator` for several ranks, which for a
+    small model is as much as a dozen kernels."""
 
     late = False
 
@@ -31,13 +31,13 @@ class OneDevice:
     def enter(
         self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Tensor]:
-        """The tensors, contiguous as the graphs were traced, unless they may lie in any way."""
+        """The tensors, contiguous as the graphs were traced, except those at the places `views`."""
         if not views:
             return [*map(Tensor.contiguous, tensors)]
         return [tensor if i in views else tensor.contiguous() for i, tensor in enumerate(tensors)]
 
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
-        """The values, laid out as on one device; what may share memory is copied."""
+        """The values with the strides of `placed`; those in `shared` are copied."""
         results = []
         for value, place, held in zip(values, placed, shared, strict=True):
             whole = value if place.strides is None else laid_out(value, place.strides)
@@ -46,7 +46,7 @@ class OneDevice:
         return results
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
-        """A tensor placed like `placed` that is zero."""
+        """A zero tensor placed like `placed`."""
         return torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)
 
     def pack(self, values: Sequence[Tensor]) -> list[Tensor]:

@@ -1,10 +1,9 @@
-"""How many bytes of tensors one rank holds while a step runs, from the text of its two graphs alone.
+"""Computes the bytes of tensors that one rank holds while a step runs, from the two graphs alone.
 
-A tensor's memory is there from the operator that makes it to the last one, forward or backward, that reads it or a view
-of it. What overwrites its operand (memory.py) takes none. A collective holds what it sends and what it receives from
-where it is issued until it is waited for (straight_line.py, issue.py). What the step returns, results and gradients, is
-there until the end; so are its inputs, which are not counted. What operators need for themselves while they run is not
-in the text, nor is what a backend has of its own.
+A tensor's memory lives from the operator that allocates it to the last one, forward or backward, that reads it or a
+view of it. An operator that overwrites its operand (memory.py) allocates none. A collective holds its send and receive
+buffers from its issue until it is waited for (straight_line.py, issue.py). Results and gradients live until the end; so
+do inputs, which are not counted. Neither the workspaces of operators nor the memory of a backend is counted.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .issue import may_become_its_sum
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The bytes that are there while `node`, an operator of the "forward" or the "backward", runs."""
+    """The bytes held while `node`, an operator of the "forward" or the "backward", runs."""
 
     phase: str
     node: fx.Node
@@ -43,11 +42,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Peak(Moment):
-    """The moment at which most is held, and what of it is
+    """The moment at which most bytes are held, and those among them that are
 
-    kept        made by the forward, and read by the backward
-    again       computed once more by the backward, as the plan says
-    gradients   of inputs: what the backward returns
+    kept        computed by the forward, and read by the backward
+    again       recomputed by the backward, as planned
+    gradients   gradients of inputs, which the backward returns
     """
 
     kept: int
@@ -56,12 +55,12 @@ class Peak(Moment):
 
 
 def moments(step: Step) -> list[Moment]:
-    """What a rank holds beside the inputs while each operator of `step` runs, in their order."""
+    """The bytes that a rank holds, besides inputs, while each operator of `step` runs, in order."""
     return _Held(step).moments()
 
 
 def peak(step: Step) -> Peak:
-    """When a rank holds most beside the inputs, the first time that it does."""
+    """The first moment at which a rank holds most bytes, besides inputs."""
     return _Held(step).peak()
 
 
@@ -69,10 +68,10 @@ def peak(step: Step) -> Peak:
 class _Flight:
     """A collective under way.
 
-    beside    bytes of its own that it holds until it is waited for
+    beside    the bytes of its buffers, held until it is waited for
     reads     it reads its operands until then
-    received  its results are there from the start on
-    own       those of its operands, by position, that become its results
+    received  its results are allocated when it is issued
+    own       the operands, by position, that become its results
     """
 
     beside: int
@@ -82,7 +81,7 @@ class _Flight:
 
 
 class _Held:
-    """Intervals of memory. Operator i runs at 2 i + 1; what it waits for is there at 2 i."""
+    """Lifetimes of memory. Operator i runs at 2 i + 1; the collectives that it waits for end at 2 i."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -91,7 +90,7 @@ class _Held:
             placeholders = step.forward.graph.find_nodes(op="placeholder")
             self.written = {placeholders[place] for place in written_in_place(step, step.forward.graph).values()}
         self.calls: list[tuple[str, fx.Node]] = []
-        self.memory: dict[fx.Node, Hashable] = {}  # in whose memory a value lies
+        self.memory: dict[fx.Node, Hashable] = {}  # the key of the memory of each value
         self.sizes: dict[Hashable, int] = {}
         self.first: dict[Hashable, int] = {}
         self.last: dict[Hashable, int] = {}
@@ -113,7 +112,7 @@ class _Held:
         self.last |= {self.memory[node]: 2 * len(self.calls) for node in self.ends}
 
     def moments(self) -> list[Moment]:
-        """The sums of all intervals."""
+        """The bytes held during each call."""
         held = self._sums()
         return [Moment(phase, node, max(held[2 * i : 2 * i + 2])) for i, (phase, node) in enumerate(self.calls)]
 
@@ -126,7 +125,7 @@ class _Held:
         return list(accumulate(changes))
 
     def peak(self) -> Peak:
-        """The largest of the sums, and what it is of."""
+        """The largest number of bytes held, and its composition."""
         held = self._sums()
         when = max(range(len(held)), key=held.__getitem__)
         phase, node = self.calls[min(when // 2, len(self.calls) - 1)]
@@ -167,7 +166,7 @@ class _Held:
                 self.again.add(self.memory[node])
 
     def _lies(self, node: fx.Node, key: Hashable, size: int, start: int) -> None:
-        """`node` lies in the memory of `key`, which is new from `start` on, if it was not there before."""
+        """Put `node` into the memory of `key`, allocated at `start` with `size` if it is new."""
         self.memory[node] = key
         if key not in self.sizes:
             self.sizes[key] = size
@@ -178,7 +177,7 @@ class _Held:
         self.last[key] = max(self.last[key], when)
 
     def _made(self, node: fx.Node, now: int) -> None:
-        """What a call that waits for nobody gives."""
+        """Allocate the result of a call that does not communicate, unless it overwrites or views an operand."""
         operand = next(iter(node.all_input_nodes), None)
         overwritten = overwriting(node, self.written)
         if overwritten is not None:
@@ -194,7 +193,7 @@ class _Held:
             self._lies(node, node, 0 if results else bytes_of(node.meta.get("val")), now)
 
     def _issued(self, node: fx.Node, now: int, end: int, c: Relayout) -> None:
-        """What a collective gives that is waited for at `end`, and what it holds until then."""
+        """Allocate the results and buffers of a collective that is waited for at `end`."""
         operands = operands_of(node)
         parts = [operand.meta["val"] for operand in operands]
         results = [node.meta["val"]] if node.target is convert else list(node.meta["val"])
@@ -215,8 +214,8 @@ class _Held:
 
 
 def _waits(nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
-    """The call before which each one that is awaited is waited for: that which reads it first, or, as straight_line.py
-    has it, one that would have too many under way. `at`: the number of each call; `end`: that of the end."""
+    """The number of the call before which each awaited call is waited for: its first reader or, as in straight_line.py,
+    a collective with too many others under way. `at`: the number of each call; `end`: the number after the last."""
     found: dict[fx.Node, int] = {}
     pending: dict[fx.Node, Relayout | None] = {}
     for node in nodes:
@@ -234,7 +233,7 @@ def _waits(nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], end: int) -> dic
 
 
 def _flight(c: Relayout, parts: Sequence[Tensor], results: Sequence[Tensor]) -> _Flight:
-    """What the collective `c` of `parts` holds, as issue.py does."""
+    """The memory that the collective `c` of `parts` holds in issue.py."""
     sent, received, alone = sum(map(bytes_of, parts)), sum(map(bytes_of, results)), len(parts) == 1
     if c.kind is Kind.ALL_REDUCE:
         own = frozenset(i for i, part in enumerate(parts) if may_become_its_sum(part, c.owned[i]))
@@ -255,13 +254,13 @@ def _flight(c: Relayout, parts: Sequence[Tensor], results: Sequence[Tensor]) -> 
 
 
 def _in_pieces(c: Relayout, part: Tensor) -> bool:
-    """Whether the pieces of `part` that go to the ranks lie one after the other."""
+    """Whether the pieces of `part` for the ranks are consecutive in memory."""
     full = isinstance(c.target, Shard) and c.target.cut is None
     return full and part.is_contiguous() and math.prod(part.shape[: c.dims[1]]) == 1
 
 
 def _looks_at_its_operand(node: fx.Node) -> bool:
-    """Whether what a call gives is its operand, or a slice of it that lies in one piece."""
+    """Whether a call returns its operand, or a contiguous slice of it."""
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     if node.target is not convert:

@@ -1,10 +1,10 @@
-"""All ranks in one process: a value is a list with one tensor per rank, and a conversion is a function of lists. No
-process group, no second device.
+"""Simulates all ranks in one process: a value is a list with one tensor per rank, and a conversion is a function of
+lists. It needs no process group and no second device.
 
-Ranks run one after another from one conversion to the next (`stretches`), each through the same straight-line code as a
-process, so that of what a rank computes on the way only one rank's is there at a time. Where they meet for a reduction,
-a rank's part is added to the total of its group when it is handed in (`meetings.py`): in data parallelism a gradient is
-there twice, not once for each rank. What is the same on several ranks they share.
+Ranks run one after another from one conversion to the next (`stretches_of`), each through the same straight-line code
+as a process, so that only one rank's intermediate values exist at a time. In a reduction, a rank's part is added to the
+total of its group when it is handed in (`meetings.py`): in data parallelism a gradient exists twice, not once for each
+rank. Ranks share values that are the same on several.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Simulator:
         return [split(t, p.layout, i in views) for i, (t, p) in enumerate(zip(tensors, placed, strict=True))]
 
     def leave(self, values: Sequence[Parts], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
-        """Put the parts of every rank together."""
+        """Join the parts of all ranks."""
         results = []
         for parts, place, held in zip(values, placed, shared, strict=True):
             whole = join(parts, place.layout, place.shape, place.strides)
@@ -61,20 +61,20 @@ class Simulator:
         return results
 
     def pack(self, values: Sequence[Parts]) -> list[Tensor]:
-        """Values as a flat list of tensors, and `unpack` back."""
+        """Values as a flat list of tensors."""
         return [part for parts in values for part in parts]
 
     def unpack(self, tensors: Sequence[Tensor]) -> list[Parts]:
-        """The values that `pack` made the flat list of."""
+        """The values of a flat list that `pack` made."""
         return [list(parts) for parts in zip(*[iter(tensors)] * self.mesh.device_num, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Parts:
-        """The value of a tensor placed like `placed` that is zero."""
+        """The value of a zero tensor placed like `placed`."""
         return [torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)] * self.mesh.device_num
 
     def load(self, code: Code, mark: Mark | None = None) -> Run:
-        """`code` as a function, from the parts of every input to those of every output. `mark` hears of the first
-        rank's instructions, and of conversions when their results are there."""
+        """`code` as a function, from the parts of every input to those of every output. `mark` is called for the first
+        rank's instructions, and for conversions when their results are available."""
         stretches = [self._load(code, stretch, mark) for stretch in stretches_of(code)]
         return partial(self._run, stretches, code.outputs, mark)
 
@@ -87,7 +87,7 @@ class Simulator:
         return ()
 
     def express(self, step: Instruction, bind: Bind) -> str:
-        """`step` for the rank called `rank`; for a conversion for which ranks meet it hands in its parts."""
+        """`step` for the rank in the variable `rank`; in a conversion for which ranks meet, it hands in its parts."""
         match step:
             case CallOperator():
                 return step.expression(in_place=step.private, late=False)
@@ -100,8 +100,7 @@ class Simulator:
                 return f"{bind([torch.tensor(self.mesh.position(rank, *step.axes)) for rank in ranks])}[rank]"
 
     def _load(self, code: Code, stretch: Stretch, mark: Mark | None) -> _Loaded:
-        """`stretch` as two functions, of the first rank and of any other one, to which the first gives what it
-        computes for all."""
+        """`stretch` as two functions, of the first rank, which also computes the common values, and of the others."""
         common = stretch.common
         own = [step for step in stretch.steps if not is_common(step)]
         gives = [slot for slot in stretch.gives if slot not in common]
@@ -130,9 +129,9 @@ class Simulator:
         return [None if slot is None else values[slot] for slot in outputs]
 
     def _run_ranks(self, loaded: _Loaded, meetings: Mapping[int, Meeting], values: dict[int, list[Any]]) -> None:
-        """Run a stretch on one rank after another. A part that nobody reads later is let go when its rank has run."""
+        """Run a stretch on one rank after another. A part without later readers is freed when its rank has run."""
         stretch, ranks = loaded.stretch, range(self.mesh.device_num)
-        freed = [values.pop(slot)[::-1] for slot in stretch.frees]  # one rank's after another's is taken off the end
+        freed = [values.pop(slot)[::-1] for slot in stretch.frees]  # reversed: each rank pops its part off the end
         kept = [values[slot] for slot in stretch.keeps]
         by_rank: list[list[Any]] = []
         common: list[Any] = []
@@ -149,7 +148,7 @@ class Simulator:
                 values[slot] = [part] * len(ranks)
 
     def _local(self, c: Relayout) -> Callable[..., Any]:
-        """A conversion that needs no other rank, of the rank that is its first argument."""
+        """A function for a conversion that needs no other rank; its first argument is the rank."""
         positions = [self.mesh.position(rank, *c.axes) for rank in range(self.mesh.device_num)]
         local = LOCAL[c.kind]
         if c.grouped:
@@ -163,13 +162,13 @@ class Simulator:
         return Meeting(step.relayout, self._groups[axes])
 
 
-_NAMES = ("rank", "meetings")  # what the texts of instructions call the rank that runs, and the meetings of its stretch
+_NAMES = ("rank", "meetings")  # the variables of the running rank and of the meetings of its stretch
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A stretch as functions of the first rank, which also gives what is common to all, and of every other one, which
-    takes that. `gives`: the slots that both give."""
+    """A stretch as two functions: of the first rank, which also returns the common values, and of every other rank,
+    which takes these. `gives`: the slots that both return."""
 
     stretch: Stretch
     gives: Sequence[int]
@@ -178,7 +177,7 @@ class _Loaded:
 
 
 def _of_operators(mark: Mark) -> Mark:
-    """`mark` without the conversions for which ranks meet: their results are not there when a rank has run."""
+    """`mark` without the conversions for which ranks meet: their results do not exist yet when a rank has run."""
 
     def heard(step: Instruction, value: Any, awaited: bool) -> None:
         if not step.communicates:
@@ -188,8 +187,8 @@ def _of_operators(mark: Mark) -> Mark:
 
 
 def split(tensor: Tensor, layout: Layout, view: bool = False) -> Parts:
-    """The part of every rank, contiguous as the graphs were traced, unless it may lie in any way (`view`); a view of
-    `tensor` where it can be."""
+    """The part of every rank, a view of `tensor` where possible: contiguous, as the graphs were traced, unless any
+    strides are allowed (`view`)."""
     if not layout.cuts:
         return [tensor if view else tensor.contiguous()] * layout.mesh.device_num
     slices, local, places = _cuts(layout, tuple(tensor.shape))
@@ -201,7 +200,7 @@ def split(tensor: Tensor, layout: Layout, view: bool = False) -> Parts:
 
 @lru_cache(maxsize=4096)
 def _cuts(layout: Layout, shape: tuple[int, ...]) -> tuple[list[tuple[slice, ...]], tuple[int, ...], list[int]]:
-    """The slices of a tensor of `shape` that differ, the shape of a full part, and which of them each rank has."""
+    """The distinct slices of a tensor of `shape`, the shape of a full part, and the index of each rank's slices."""
     every = [layout.slices(shape, rank) for rank in range(layout.mesh.device_num)]
     bounds = [tuple((each.start, each.stop) for each in slices) for slices in every]
     distinct = list(dict.fromkeys(bounds))
@@ -209,9 +208,9 @@ def _cuts(layout: Layout, shape: tuple[int, ...]) -> tuple[list[tuple[slice, ...
 
 
 def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, strides: Strides | None = None) -> Tensor:
-    """The whole tensor of which every rank holds a part: addends are summed (of candidates the largest is
-    taken), copies are taken once. What lies in memory as a whole stays there. `shape`: of the whole, where slices may
-    be short; `strides`: of new memory."""
+    """The whole tensor of which every rank holds a part: addends are reduced by sum or maximum, copies are taken once.
+    If the parts are views of one whole tensor, it is returned. `shape`: the shape of the whole, needed if slices may be
+    short; `strides`: those of new memory."""
     adds = layout.adds
     if not adds and not layout.cuts:
         return parts[0]
@@ -241,7 +240,7 @@ def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, str
 
 
 def _is_cut(whole: Tensor, parts: Parts, layout: Layout) -> bool:
-    """Whether every part is a view of its place in `whole`, as a reduce-scatter may give it."""
+    """Whether every part is a view of its place in `whole`, as after a reduce-scatter."""
     part, shape = parts[0], tuple(whole.shape)
     if shape != layout.global_shape(tuple(part.shape)) or whole.dtype != part.dtype:
         return False

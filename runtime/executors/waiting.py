@@ -1,4 +1,4 @@
-"""Gradients that wait for their reduction, while several backwards add to them."""
+"""Gradients that wait for their reduction while several backwards add to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..code.loaded import Backward, Loader
 
 
 class Accumulating:
-    """The backwards of a Step whose reductions wait: see `Accumulation`."""
+    """The backwards of a Step with waiting reductions: see `Accumulation`."""
 
     def __init__(self, accumulation: Accumulation, examples: Sequence[Any], loader: Loader) -> None:
         self.inputs = accumulation.inputs
@@ -30,25 +30,25 @@ class Accumulating:
 
 
 class Reduces(Protocol):
-    """What has gradients that wait: a CompiledStep."""
+    """An owner of waiting gradients: a CompiledStep."""
 
     def reduce(self, each: Sequence[WaitingGradient]) -> None:
-        """Reduce these, and add them to the gradients of their tensors."""
+        """Reduce the waiting gradients `each`, and add them to the `.grad` of their tensors."""
 
 
 @dataclass
 class Waiting:
-    """The gradients of one module that wait for their reduction. The backwards of calls inside of `blocks` add to them,
-    and the next other one reduces them all.
+    """The gradients of one module that wait for their reduction. Backwards of calls inside `blocks` add to them, and
+    the next other backward reduces them all.
 
-    A `.grad` says whether what waits of it is still wanted: it is a zero while all of it waits, and who sets it to None
-    (as an optimizer's zero_grad does), or fills it with zeros, drops what waits."""
+    A `.grad` tells whether its waiting gradient is still wanted: it is zero while all of it waits. Setting it to None
+    (as an optimizer's zero_grad does) or filling it with zeros drops the waiting gradient."""
 
     blocks: set[object] = field(default_factory=set)
     kept: dict[Reduces, list[WaitingGradient]] = field(default_factory=dict)
 
     def drop(self) -> None:
-        """Forget what is not wanted any more."""
+        """Drop gradients that are no longer wanted."""
         for step, each in list(self.kept.items()):
             wanted = [kept.is_wanted() for kept in each]
             if not any(wanted):
@@ -57,7 +57,7 @@ class Waiting:
                 self.kept[step] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
 
     def take(self) -> dict[Reduces, list[WaitingGradient]]:
-        """All that waits, which waits no longer."""
+        """Remove and return all waiting gradients."""
         self.drop()
         taken, self.kept = self.kept, {}
         for kept in chain(*taken.values()):
@@ -67,8 +67,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class WaitingGradient:
-    """What waits of the gradient of one tensor. `.grad` was `seen` when that began (`made`: for this), and had been
-    written `version` times."""
+    """The waiting part of the gradient of one tensor. `seen` and `version`: the `.grad` at the start, and its version;
+    `made`: whether it was created for this."""
 
     primal: Tensor
     addends: list[Tensor]
@@ -78,7 +78,7 @@ class WaitingGradient:
 
     @classmethod
     def of(cls, primal: Tensor, addends: list[Tensor]) -> WaitingGradient:
-        """The first of what waits."""
+        """Start to wait with `addends`, the first gradient of `primal`. Sets its `.grad` to zeros if it is None."""
         made = primal.grad is None
         if made:
             primal.grad = torch.zeros_like(primal, requires_grad=False)
@@ -86,15 +86,15 @@ class WaitingGradient:
         return cls(primal, addends, primal.grad, version_of(primal.grad), made)
 
     def plus(self, addends: list[Tensor]) -> WaitingGradient:
-        """With one more."""
+        """This gradient plus that of another backward."""
         return replace(self, addends=list(map(torch.add, self.addends, addends)))
 
     def nothing(self) -> WaitingGradient:
-        """What waits of a gradient that was dropped, beside others that were not."""
+        """A zero gradient in place of a dropped one, beside others that still wait."""
         return WaitingGradient.of(self.primal, list(map(torch.zeros_like, self.addends)))
 
     def is_wanted(self) -> bool:
-        """Whether nobody has dropped the gradient."""
+        """Whether the gradient has not been dropped."""
         gradient = self.primal.grad
         if gradient is None or not self._is_written():
             return gradient is not None
@@ -102,7 +102,7 @@ class WaitingGradient:
         return bool(total.full_tensor() if hasattr(total, "full_tensor") else total)
 
     def release(self) -> None:
-        """Nothing waits any longer: a zero that was only there to say so goes."""
+        """Stop waiting: remove a zero `.grad` that was created only for this."""
         if self.made and not self._is_written():
             self.primal.grad = None
 

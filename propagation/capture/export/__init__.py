@@ -1,9 +1,9 @@
-"""One call of a function through torch.export.
+"""Tracing of one call of a function with torch.export.
 
-tracing.py          calls torch.export, with what the others provide
+tracing.py          calls torch.export, with the help of the others
 dispatch_modes.py, stand_ins.py, preparation.py, random_generators.py
-                    what is different while a function is traced, and undone after
+                    temporary changes while a function is traced
 questions.py, numbers.py, data_sizes.py
-                    what a function asks of the values of its tensors
-checks.py           what torch.export made, checked; failures.py: why it failed; source_lines.py: in which line
+                    questions of a function about the values of its tensors
+checks.py           checks of the exported program; failures.py: why it failed; source_lines.py: in which line
 """

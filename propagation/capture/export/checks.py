@@ -1,4 +1,4 @@
-"""Checks of what torch.export made of a function, each with an error that names the line and says what to write."""
+"""Checks of an exported program, each with an error that names the line and says what to write instead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_writes(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
 
 def check_autocast(module: fx.GraphModule, fn: Callable[..., Any], turned_off: bool) -> None:
     """Raise CaptureError where torch.autocast is on and the tensors are on the meta device, where it casts nothing: the
-    plan would be of other dtypes than those that run. `turned_off`: it was asked for, and had no device."""
+    plan would have other dtypes than a run. `turned_off`: torch disabled autocast for lack of a device."""
     given: list[Any] = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     tensors = [val for val in given if isinstance(val, torch.Tensor)]
     if not tensors or not all(val.is_meta for val in tensors):
@@ -56,7 +56,7 @@ def check_autocast(module: fx.GraphModule, fn: Callable[..., Any], turned_off: b
 
 
 def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a call of an operator writes to; not those whose shape or strides it only changes."""
+    """The operands that a call of an operator writes to, except where it only changes their shape or strides."""
     if (
         isinstance(node.target, OpOverload)
         and schema_of(node.target).is_mutable
@@ -68,8 +68,8 @@ def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def warn_of_updates(graph: Graph) -> None:
-    """A warning that names the buffers which are updated inside torch.utils.checkpoint, where there is a gradient:
-    PyTorch runs the forward once more in the backward, and its updates with it."""
+    """Warn of buffers that are updated inside torch.utils.checkpoint, if there is a gradient: PyTorch runs the forward
+    once more in the backward, and its updates with it."""
     updates = [port for port in graph.outputs if port.role is Role.BUFFER_UPDATE]
     names = [port.name for port in updates if region_of(source_of(port.node).node) is not None]
     if names and any(port.requires_grad for port in graph.outputs):
@@ -104,8 +104,8 @@ def check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
 
 
 def check_operators(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
-    """Raise CaptureError for what is not a functional operator: a branch or loop that control.py does not
-    know, a list of results beside others."""
+    """Raise CaptureError for anything but a functional operator: a branch or loop that control_flow.py does not know,
+    or a list of tensors among other results."""
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem or node.target in CONTROL:
             continue

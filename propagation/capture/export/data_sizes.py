@@ -1,8 +1,8 @@
-"""Operators whose results have sizes that depend on values, `x[mask]`, `x.nonzero()`, with the sizes of one call.
+"""Operators whose result sizes depend on values, such as `x[mask]` and `x.nonzero()`, with the sizes of one call.
 
-The number of elements is a question about values (questions.py), so that it is a constant of the course. A stable sort
-then finds the places that a mask marks, and their elements are looked up: operators of fixed sizes, which split and
-have gradients as others do.
+The number of elements is a question about values (questions.py), and so a constant of the course. A stable sort then
+finds the places that a mask marks, and a lookup takes their elements: operators of fixed sizes, which split and have
+gradients like others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 
 def _places(mask: Tensor) -> Tensor:
-    """The places of the elements of `mask` that are true, in order, in the flat tensor."""
+    """The places in the flattened `mask` of its true elements, in order."""
     flat = mask.reshape(-1)
     marked = int(flat.sum())
     return torch.sort((~flat).to(torch.uint8), stable=True).indices[:marked]
 
 
 def _columns(mask: Tensor) -> tuple[Tensor, ...]:
-    """The index along each dim of the elements of `mask` that are true."""
+    """The index along each dim of the true elements of `mask`."""
     places, columns = _places(mask), list[Tensor]()
     for size in reversed(mask.shape):
         columns.append(places.remainder(size))
@@ -72,7 +72,7 @@ def _repeat_interleave(x: Tensor, repeats: Any = None, dim: int | None = None, *
 
 
 def _repeated(repeats: Tensor) -> Tensor:
-    """The index of each element, as often as `repeats` says."""
+    """The index of each element of `repeats`, repeated that many times."""
     ends = repeats.cumsum(0)
     return torch.searchsorted(ends, torch.arange(int(repeats.sum()), device=repeats.device), right=True)
 
@@ -106,7 +106,7 @@ _SIZED: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class Sized(TorchFunctionMode):
-    """Replaces the operators in the table above, while a function is captured whose questions are answered."""
+    """Replaces the operators in the table above while a function is captured with its questions answered."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The modes that are on while a function is traced: what they see of its calls of PyTorch, and do otherwise."""
+"""The modes that watch, and in part replace, a function's calls of PyTorch while it is traced."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ...rules.layers.recurrent import lstm
 from ...torch_internals import set_grad_enabled, tree_flatten, tree_map
 from ..rewrites.covariance import corrcoef, cov
 
-# what reads values of a tensor from outside without an operator that a graph would have
+# functions that read the values of an outside tensor without an operator in the graph
 _READS = frozenset({torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.item})
 
 
 class OutsideTensors(TorchFunctionMode):
-    """Notes the tensors that are neither arguments nor the module's, which torch.export takes for constants.
+    """Records the tensors that are neither arguments nor the module's, which torch.export treats as constants.
 
-    needing_gradients   descriptions of those that need a gradient, which none would reach
+    needing_gradients   descriptions of those that need a gradient, which would never reach them
     read                those whose values are read
     """
 
@@ -40,12 +40,12 @@ class OutsideTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # what torch.cond and the like run is traced, and this with it
+        if torch.compiler.is_dynamo_compiling():  # dynamo, called by torch.cond and the like, traces this code too
             return func(*args, **(kwargs or {}))
         if func in _READS and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
             self.read.append(args[0])
         for leaf in tree_flatten((args, kwargs or {}))[0]:
-            # everything that takes part in the capture is a FakeTensor or another subclass by now
+            # every tensor of the capture itself is a FakeTensor or another subclass
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and id(leaf) not in self._seen and leaf.requires_grad:
                 self._seen.add(id(leaf))
                 self.needing_gradients[f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"] = None
@@ -53,9 +53,9 @@ class OutsideTensors(TorchFunctionMode):
 
 
 class Regions(TorchFunctionMode):
-    """Marks what is captured inside a call of torch.utils.checkpoint as one region (recompute.py computes it again in
-    the backward). torch.export leaves nothing of such a call but its frame, so the frames of each operator are searched
-    up to the one that runs `outermost`; of nested calls the outer one is the region.
+    """Marks the operators captured inside a call of torch.utils.checkpoint as one region (recompute.py computes it
+    again in the backward). torch.export keeps nothing of such a call, so the mode searches the frames of each operator
+    for it, up to the frame that runs `outermost`. Of nested calls the outermost one is the region.
 
     Raises CaptureError for use_reentrant=True, which runs the region without gradients, and for a context_fn.
     """
@@ -63,7 +63,7 @@ class Regions(TorchFunctionMode):
     def __init__(self, outermost: CodeType) -> None:
         super().__init__()
         self._outermost = outermost
-        self._calls: dict[FrameType, int] = {}  # keeps frames alive, so that no later one is taken for them
+        self._calls: dict[FrameType, int] = {}  # keeps frames alive, so that no later frame gets the same id
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class Regions(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         if func is set_grad_enabled and args == (torch.is_grad_enabled(),):
-            return None  # inside C++ that disabled gradients, as for nested calls: captured, it would never be undone
+            return None  # from C++ code that disabled gradients, as in nested calls: captured, it would not be undone
         call = _checkpoint_call(sys._getframe(1), self._outermost)
         if call is None:
             return func(*args, **(kwargs or {}))
@@ -83,11 +83,11 @@ class Regions(TorchFunctionMode):
 
 
 class WithoutGradients(TorchFunctionMode):
-    """Detaches what is computed from tensors that need a gradient while gradients are disabled. (torch.export keeps
-    regions of torch.no_grad, but not inside torch.autocast, and none of torch.inference_mode; inlined they would let
+    """Detaches results computed from tensors that need a gradient while gradients are disabled. (torch.export keeps
+    regions of torch.no_grad, but not inside torch.autocast, and none of torch.inference_mode; inlined, they would let
     gradients through.)
 
-    Raises CaptureError for a write in place there, since autograd would not know the new values.
+    Raises CaptureError for a write in place there, since autograd would not see the new values.
     """
 
     def __torch_function__(
@@ -121,7 +121,7 @@ def _embedding_bag(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _look_up(function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What an embedding computes. Raises CaptureError with a max_norm."""
+    """Call `function`, an embedding. Raises CaptureError with a max_norm."""
     max_norm = inspect.signature(function).bind(*args, **kwargs).arguments.get("max_norm")
     if max_norm is not None:
         raise CaptureError(
@@ -145,7 +145,7 @@ _REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class Traceable(TorchFunctionMode):
-    """Replaces functions of PyTorch that torch.export cannot trace, or traces wrongly, by equal ones."""
+    """Replaces functions of PyTorch that torch.export cannot trace, or traces wrongly, by equivalent ones."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -156,7 +156,7 @@ class Traceable(TorchFunctionMode):
 
 
 def _checkpoint_call(frame: FrameType | None, outermost: CodeType) -> FrameType | None:
-    """The frame of the outer call of torch.utils.checkpoint that `frame` runs in, inside a run of `outermost`."""
+    """The frame of the outermost call of torch.utils.checkpoint around `frame`, inside a run of `outermost`."""
     call = None
     while frame is not None and frame.f_code is not outermost:
         if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:

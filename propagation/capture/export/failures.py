@@ -21,8 +21,8 @@ class Undecided(Exception):
 
 
 def is_raised_on_purpose(error: Exception) -> bool:
-    """Whether a `raise` or `assert` of the caller, or of a module or loss of PyTorch, raised `error`, rather than what
-    traces them."""
+    """Whether a `raise` or `assert` of the caller, or of a module or loss of PyTorch, raised `error`, rather than the
+    tracer."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

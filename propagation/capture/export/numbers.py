@@ -1,8 +1,8 @@
-"""Numbers that a function reads from tensors, `loss.item()`, remain tensors of one element in the graph.
+"""Numbers that a function reads from tensors, as by `loss.item()`, remain tensors of one element in the graph.
 
-What Python computes with them is computed in float64 and int64, as Python would. Where an operator takes one as a
-scalar, its overload for tensors takes the tensor. Numbers that are results become Python's when the call is over
-(structure.py). No gradient goes through a number.
+Operators compute with them in float64 and int64, as Python does. Where an operator takes a number as a scalar, its
+overload for tensors takes the tensor. Numbers among the results become Python numbers when the call is over
+(structure.py). No gradient passes through a number.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _OF_TENSORS: dict[Any, Any] = {
 
 
 def numbers_as_tensors(module: fx.GraphModule) -> None:
-    """Replace numbers that are read from tensors by tensors (in place). Those that do more than arithmetic stay,
-    with all that is computed from them."""
+    """Replace numbers that are read from tensors by tensors (in place). Numbers used for more than arithmetic stay,
+    with everything computed from them."""
     if not any(node.target in _READS for node in module.graph.nodes):
         return
-    for node in reversed(module.graph.nodes):  # checks of numbers, and what is computed for them alone
+    for node in reversed(module.graph.nodes):  # checks of numbers, and the operators that only these read
         if node.target in CHECKS or (isinstance(node.meta.get("val"), tuple(NUMBERS)) and not node.users):
             module.graph.erase_node(node)
     tensors: dict[fx.Node, fx.Node] = {}
@@ -58,9 +58,9 @@ def numbers_as_tensors(module: fx.GraphModule) -> None:
 
 
 def tensors_read(exported: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """The tensors from outside the function that the traced graph reads as numbers: torch.export will write these
-    down as they are now."""
-    follows: dict[fx.Node, dict[int, torch.Tensor]] = {}  # from which constants a node follows, if from these alone
+    """The tensors from outside the function that the traced graph reads as numbers: torch.export keeps their current
+    values as constants."""
+    follows: dict[fx.Node, dict[int, torch.Tensor]] = {}  # the constants of a node computed from these alone
     constants: dict[str, Any] = {
         spec.arg.name: exported.constants[spec.target or ""]
         for spec in exported.graph_signature.input_specs
@@ -77,7 +77,7 @@ def tensors_read(exported: torch.export.ExportedProgram) -> list[torch.Tensor]:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
-    """Write `node` with `tensors`, which stand for numbers, if it reads or takes one."""
+    """Rewrite `node`, if it reads or takes a number, in terms of `tensors`, which stand for numbers."""
     build = Builder(graph, node, 1, {})
     if node.target in _READS:
         read = node.args[0]
@@ -103,7 +103,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) ->
 
 
 def _selected(build: Builder, node: fx.Node, index: fx.Node) -> fx.Node:
-    """What `node` selects at `index`, which counts from the end where it is negative."""
+    """The element that `node` selects at `index`, which counts from the end where it is negative."""
     x, dim = node.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(dim, int)

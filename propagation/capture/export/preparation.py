@@ -1,4 +1,4 @@
-"""What is done otherwise while a function is captured, so that torch.export can trace it, and is undone afterwards."""
+"""Temporary changes while a function is captured, so that torch.export can trace it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..rewrites.autograd_functions import recorded
 
 
 class _Stderr:
-    """A stream without the graph that torch.export prints when it fails."""
+    """A stream that drops the graph which torch.export prints when it fails."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._end = stream, ""
@@ -40,7 +40,7 @@ class _Stderr:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what torch.export logs and prints about a failure: the CaptureError says it."""
+    """Hide what torch.export logs and prints about a failure: the CaptureError reports it."""
     loggers = [
         logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
     ]
@@ -58,7 +58,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: bool) -> Iterator[None]:
-    """While `fn` is captured, what torch.export cannot trace is done otherwise. `checked`: torch.distributions check
+    """While `fn` is captured, replace parts of it that torch.export cannot trace. `checked`: torch.distributions check
     their parameters."""
     with (
         _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
@@ -69,9 +69,9 @@ def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: b
 
 @contextlib.contextmanager
 def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While a module is captured, ordinary tensors of the global shape, without memory, stand in for DTensors, for
-    parameters that are not nn.Parameters (as torch.func.functional_call sets them), and for what is on the meta device
-    though the `tensors` of the call are not. (Capture reads meta data only.)"""
+    """While a module is captured, plain tensors of the global shape, without memory, replace DTensors, parameters that
+    are not nn.Parameters (as torch.func.functional_call sets them), and tensors on the meta device if the `tensors` of
+    the call are not. (Capture reads only metadata.)"""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     plain: dict[int, torch.Tensor] = {}
     device = next((t.device for t in tensors if not t.is_meta), None)
@@ -109,7 +109,7 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
 @contextlib.contextmanager
 def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
     """While a module is captured, its BatchNorms with momentum=None, whose running statistics are means over all
-    batches so far, compute the weight of a batch as a tensor: a number would depend on a tensor's value."""
+    batches so far, compute the weight of a batch as a tensor: a number would depend on the value of a tensor."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
     changed = [
         m for m in modules if type(m).forward is torch.nn.BatchNorm2d.forward and m.momentum is None and m.training
@@ -120,7 +120,7 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Meanwhile `modules` have `method` in place of the one called `name`, except those with one of their own."""
+    """Inside the block, replace the method `name` of `modules` by `method`, except where an instance has its own."""
     changed = [module for module in modules if name not in vars(module)]
 
     def restore() -> None:
@@ -129,17 +129,17 @@ def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any])
 
     with afterwards(restore):
         for module in changed:
-            vars(module)[name] = partial(method, module)  # past nn.Module.__setattr__, which takes a while for each
+            vars(module)[name] = partial(method, module)  # bypasses nn.Module.__setattr__, which is slow
         yield
 
 
 def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
-    """What a BatchNorm with momentum=None computes in training."""
+    """The forward of a BatchNorm with momentum=None in training."""
     check_input_dim(norm, x)
     mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
     assert mean is not None and var is not None and count is not None
     count.add_(1)
-    own = torch.zeros_like(mean), torch.zeros_like(var)  # with momentum 1 they become the batch's
+    own = torch.zeros_like(mean), torch.zeros_like(var)  # with momentum 1 they become the statistics of the batch
     y = torch.nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
     for running, new in zip((mean, var), own, strict=True):
         running.copy_(running + (new - running) / count)
@@ -148,7 +148,7 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """torch.distributions do not check their parameters, which would depend on the values of tensors."""
+    """Inside the block, disable the checks of torch.distributions, which depend on the values of tensors."""
     before = distributions_validate()
     with afterwards(lambda: Distribution.set_default_validate_args(before)):
         Distribution.set_default_validate_args(False)
@@ -157,8 +157,8 @@ def _unchecked_distributions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _conversions(fn: Callable[..., Any]) -> Iterator[None]:
-    """While a module is captured, conversions in its forward, as `self.router.to(dtype)`, leave its parameters as they
-    are: PyTorch would replace them, which it cannot do here."""
+    """While a module is captured, conversions in its forward, such as `self.router.to(dtype)`, keep its parameters:
+    PyTorch would replace them, which fails during a trace."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
     with _with_methods(modules, CONVERT, _unchanged):
         yield
@@ -177,5 +177,5 @@ def _unchanged(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """The dtype and the device of a tensor, as messages write them."""
+    """The dtype and the device of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"

@@ -1,18 +1,17 @@
-"""What the course of a function depends on: questions about the values of its tensors.
+"""Questions about the values of tensors, which decide the course of a function.
 
     if mask.any(): ...            assert (ids < vocabulary).all()            for _ in range(int(lengths.max())): ...
 
-A graph has one course. torch.export refuses a function that asks, so it is captured again, and its questions are
-answered as eager PyTorch would answer them: by the real values of the call. All operators that run before a question
-are recorded; those that it follows from are run on the tensors of the call. Questions and answers are kept with the
-graph, and every later call is asked again: another answer is another course, with a plan of its own
-(partway/reuse/courses.py).
+A graph has one course. torch.export refuses a function that asks, so it is captured again with its questions answered
+as in eager PyTorch: from the real values of the call. All operators that run before a question are recorded, and those
+that it depends on run on the tensors of the call. Questions and answers are kept with the graph, and every later call
+asks them again: another answer is another course, with its own plan (partway/reuse/courses.py).
 
-A bool that follows from a matrix product or a convolution would cost as much as the net before it, on every call and
+A bool that depends on a matrix product or a convolution would cost as much as the network before it, on every call and
 on whole tensors. It is answered late: a capture assumes an answer (one on which the function does not raise, if there
-is one), and the condition becomes an output of the graph. It is looked at when a call has run, before anything of the
-call is kept; if the answer was wrong, the call runs again on the course of the right one. Numbers behind a product stay
-unanswered, and so does what follows from values that are not there.
+is one), and the condition becomes an output of the graph. It is read after a call has run, before any result is kept;
+if the assumption was wrong, the call runs again on the other course. Numbers that depend on a product stay unanswered,
+as do questions about values that are not available.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Unanswered(Exception):
 
 
 class _Behind(Unanswered):
-    """What is asked follows from a matrix product or a convolution."""
+    """The question depends on a matrix product or a convolution."""
 
 
 _DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions", "")
@@ -78,22 +77,22 @@ _PRODUCTS = frozenset(
 
 
 class Answering(TorchDispatchMode):
-    """Answers the questions of a function, while it is captured, by `values`. The first late ones are answered by
-    `late`; further ones are assumed to be False.
+    """Answers the questions of a function from `values` while it is captured. `late` answers the first late questions;
+    further ones are assumed to be False.
 
     asked        the questions, with their answers
-    read         what the late ones ask; `assumed`: their answers
+    read         the conditions of the late questions; `assumed`: their answers
     unanswered   why a question had no answer
     drew         whether answers advanced the random generator
 
-    It sees what autograd calls, and so what composite operators ask of the values inside.
+    It sees the calls below autograd, and so the questions inside composite operators.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo, which torch.cond calls, may compile below this mode; else it never compiles that code again."""
+        """Let Dynamo, which torch.cond calls, compile below this mode; otherwise it never compiles that code again."""
         return True
 
     def __init__(
@@ -106,13 +105,13 @@ class Answering(TorchDispatchMode):
         self.asked: list[tuple[Question, Answer]] = []
         self.unanswered: str | None = None
         self.drew = False
-        self._drawn: set[int] = set()  # the memory of the random numbers that answers follow from
+        self._drawn: set[int] = set()  # the memory of the random numbers that answers depend on
         self.level, self._values, self._may_draw, self._line = level, values, may_draw, line
         self._tape: list[tuple[Any, Any, Any, Any]] = []
         self._known: dict[int, tuple[Leaf, Tensor]] = {}
 
     def of(self, leaves: Iterable[tuple[Leaf, Tensor]]) -> Answering:
-        """This mode, for a course whose tensors are those of `leaves`."""
+        """This mode, for a run on the tensors of `leaves`."""
         self._known = {id(tensor): (leaf, tensor) for leaf, tensor in leaves}
         return self
 
@@ -166,7 +165,7 @@ class Answering(TorchDispatchMode):
         return answer
 
     def _question(self, func: Any, args: Any, kwargs: Any) -> Question:
-        """The question that `func` asks, with the operators so far that it follows from: whatever created or wrote to
+        """The question that `func` asks, with the recorded operators that it depends on: those that created or wrote
         memory that is read."""
         needed = set(map(_memory, _tensors((args, kwargs))))
         kept: list[tuple[Any, Any, Any, Any]] = [(func, args, kwargs, None)]
@@ -178,7 +177,7 @@ class Answering(TorchDispatchMode):
         return self._sliced(kept[::-1])
 
     def _sliced(self, entries: list[tuple[Any, Any, Any, Any]]) -> Question:
-        """The question of these recorded operators, whose tensors become slots."""
+        """The question made of these recorded operators, whose tensors become slots."""
         slots: dict[int, int] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
         operations = []
@@ -212,8 +211,8 @@ class Answering(TorchDispatchMode):
         return Question(used, tuple(operations), bool(draws), self._line())
 
     def is_drawn_from(self, graph: fx.Graph) -> bool:
-        """Whether the results of the traced `graph` follow from random numbers that answers follow from, too: in a call
-        the graph would draw others."""
+        """Whether the results of the traced `graph` depend on random numbers that answers also depend on: in a call the
+        graph would draw others."""
         needed: set[int] = set()
         for node in reversed(graph.nodes):
             memory = {_memory(t) for t in _tensors(node.meta.get("val"))}
@@ -229,18 +228,18 @@ class Answering(TorchDispatchMode):
 
 
 def _condition(func: Any, args: Any) -> Tensor | None:
-    """What a condition asks, if that is a tensor of one bool. (Here, below what traces, none can be computed.)"""
+    """The operand of a condition, if it is a tensor of one bool. (Below the tracer, none can be computed.)"""
     return args[0] if func in (_NUMBER, aten.is_nonzero.default) and args[0].dtype is torch.bool else None
 
 
 def _check_operation(func: OpOverload) -> None:
-    """Raise Unanswered for an operator that is not run for a question."""
+    """Raise Unanswered for an operator that is too expensive to run for a question."""
     if schema_of(func).name.removeprefix("aten::") in _PRODUCTS:
         raise _Behind(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
 
 
 def _is_a_distributions_own_check() -> bool:
-    """Whether a torch.distribution asks whether it is valid though nobody passed `validate_args`: where that has no
+    """Whether a distribution of torch.distributions validates itself although nobody passed `validate_args`: without an
     answer it goes unchecked, as under python -O."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -257,7 +256,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor is in."""
+    """The key of a tensor's storage."""
     place: int = storage_key(tensor)
     return place
 

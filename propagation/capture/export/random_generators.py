@@ -1,4 +1,4 @@
-"""Random generators while a function is captured: torch's is put back, Python's and NumPy's may not be drawn from."""
+"""Random generators while a function is captured: torch's is restored, Python's and NumPy's may not be used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .questions import Answering
 
 @contextlib.contextmanager
 def drawing_nothing(answering: Answering | None) -> Iterator[None]:
-    """Put torch's generator back where answers drew from it, so that a call draws the same numbers whether it was
-    planned or not. Otherwise leave it alone, since other threads draw from it too."""
+    """Restore torch's generator if answers drew from it, so that a call draws the same numbers whether or not it is
+    planned. Otherwise leave it alone, since other threads draw from it too."""
     before = torch.get_rng_state()
     with afterwards(lambda: torch.set_rng_state(before) if answering is not None and answering.drew else None):
         yield
@@ -29,8 +29,8 @@ def drawing_nothing(answering: Answering | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_pythons_random_numbers(fn: Callable[..., Any]) -> Iterator[None]:
-    """Raise CaptureError if Python's or NumPy's generator is drawn from: what is drawn once would be the number of
-    every call. Where another thread may have drawn, warn."""
+    """Raise CaptureError if the function draws from Python's or NumPy's generator: every call would reuse the number of
+    the first. Where another thread may have drawn, warn."""
     before = _pythons_generators()
     yield
     drawn = [name for name, state in _pythons_generators().items() if name in before and before[name] != state]
@@ -46,7 +46,7 @@ def without_pythons_random_numbers(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def _may_draw(thread: threading.Thread) -> bool:
-    """Whether a thread is another one that may draw: our own and those of progress bars do not."""
+    """Whether another thread may draw random numbers: Partway's own and those of progress bars do not."""
     ours = thread is threading.current_thread() or thread.name.startswith("partway ")
     return not ours and type(thread).__module__.partition(".")[0] != "tqdm"
 

@@ -1,4 +1,4 @@
-"""Where in the caller's code something stands: the names and lines of its frames."""
+"""Places in the caller's code: the names and lines of its frames."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...graph.nodes import is_persons
 
 
 def callers_line(frames: traceback.StackSummary, fn: Callable[..., Any]) -> str:
-    """Where in the caller's code something happened, as the end of a message: the innermost of `frames` that is neither
-    PyTorch's nor ours."""
+    """The line of the caller's code where something happened, as the end of a message: the innermost of `frames` that
+    is neither PyTorch's nor Partway's."""
     for frame in reversed(frames):
         if is_persons(frame.filename):
             name = frame_name(fn, frame.filename, frame.lineno or 0, frame.name)
@@ -24,8 +24,8 @@ def callers_line(frames: traceback.StackSummary, fn: Callable[..., Any]) -> str:
 
 
 def layer_of(fn: Callable[..., Any], error: Exception) -> str:
-    """The innermost of the modules of `fn` that was running when `error` was raised, as the end of a message: where it
-    is one of PyTorch's, the caller's line does not say which."""
+    """The innermost module of `fn` that was running when `error` was raised, as the end of a message, if it is one of
+    PyTorch's: then the caller's line does not tell which."""
     names = {id(module): name for name, module in fn.named_modules()} if isinstance(fn, nn.Module) else {}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     layer = next((module for module in reversed(running) if names.get(id(module))), None)
@@ -36,7 +36,7 @@ def layer_of(fn: Callable[..., Any], error: Exception) -> str:
 
 def with_source_lines(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, or for a plain function a twin whose frames are called "forward": torch.export keeps the source lines of
-    such frames only. `name_frames` gives them their name back."""
+    only such frames. `name_frames` restores the name."""
     if not isinstance(fn, FunctionType):
         return fn
     code = fn.__code__.replace(co_name="forward")
@@ -53,7 +53,7 @@ def frame_name(fn: Callable[..., Any], filename: str, line: int, name: str) -> s
 
 
 def name_frames(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
-    """Give the frames of `fn` its name in the stack traces of the nodes of a graph (in place)."""
+    """Restore the name of `fn` in the stack traces of the nodes of a graph (in place)."""
 
     def named(frame: re.Match[str]) -> str:
         return frame[1] + frame_name(fn, frame[2], int(frame[3]), "forward")

@@ -1,8 +1,8 @@
-"""What a captured function asks of a tensor, or does to one, that a stand-in cannot answer or keep.
+"""Refuses questions to, and changes of, a tensor that its stand-in can neither answer nor keep.
 
-While a function is captured, fake tensors stand in for the caller's. They have the shapes, dtypes and strides of these,
-and the attributes that people gave them, but no gradients, no history and no memory of their own: what they answer
-would be a constant of the plan, and what is done to them would be lost silently.
+While a function is captured, fake tensors stand in for the caller's. They have the same shapes, dtypes and strides, and
+the attributes that users set, but no gradients, no history and no memory: their answers would become constants of the
+plan, and changes of them would be lost silently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FLAG = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[at
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What people keep in the attributes of a tensor, without what its class keeps there."""
+    """The attributes that users set on a tensor, without those of its class."""
     own = [getattr(kind, "__annotations__", {}) for kind in type(tensor).__mro__]
     return {
         name: value
@@ -48,20 +48,20 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 class StandIns(TorchFunctionMode):
     """Gives the stand-ins of a call of the function `name` the attributes of the caller's tensors, and raises
-    CaptureError where the caller's code (not PyTorch's) asks or does what they cannot; `here` tells the line."""
+    CaptureError where the caller's code (not PyTorch's) needs more than they have; `here` returns the line."""
 
     def __init__(self, name: str, here: Any) -> None:
         super().__init__()
         self._name, self._here = name, here
 
     def begin(self) -> None:
-        """The function begins to run; torch.export may run it more than once, each time with stand-ins of its own."""
+        """Start a run of the function; torch.export may run it more than once, each time with new stand-ins."""
         self._stand_ins: list[tuple[str, Tensor, dict[str, Any], Any]] = []
         self._generator = torch.get_rng_state()
         self._seed = torch.initial_seed()
 
     def stand(self, label: str, tensor: Tensor, attributes: Mapping[str, Any]) -> None:
-        """`tensor` stands in for one with these attributes."""
+        """Let `tensor` stand in for one with these attributes."""
         vars(tensor).update(attributes)
         self._stand_ins.append((label, tensor, attributes_of(tensor), _gradient(tensor)))
 
@@ -118,12 +118,12 @@ class StandIns(TorchFunctionMode):
 
 
 def _gradient(tensor: Tensor) -> tuple[int, int] | None:
-    """What shows whether a gradient has been added to."""
+    """The identity and version of a tensor's gradient, which change when a backward adds to it."""
     return None if not tensor.is_leaf or tensor.grad is None else (id(tensor.grad), version_of(tensor.grad))
 
 
 def _is_of_caller(frame: FrameType | None, func: Any) -> bool:
-    """Whether the call of `func` in `frame`, which our modes may have passed on, is neither PyTorch's nor ours."""
+    """Whether the call of `func` in `frame`, which our modes may have forwarded, is neither PyTorch's nor Partway's."""
     while frame is not None and frame.f_code.co_name == "__torch_function__" and frame.f_locals.get("func") == func:
         frame = frame.f_back
     name = "" if frame is None else str(frame.f_globals.get("__name__"))

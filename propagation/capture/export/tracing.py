@@ -1,7 +1,7 @@
-"""What torch.export makes of a call of a function, with the modes and preparations that it needs.
+"""Traces a call of a function with torch.export, under the modes and preparations that it needs.
 
-`Flat` is the module that is traced: from tensors to a tuple of tensors. While it runs, the modes see every function of
-PyTorch that the caller's code calls (modes.py, stand_ins.py, hooks.py, questions.py, sizes.py).
+`Flat` is the traced module, from tensors to a tuple of tensors. While it runs, the modes see every function of PyTorch
+that the caller's code calls (dispatch_modes.py, stand_ins.py, hooks.py, questions.py, data_sizes.py).
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ from .random_generators import without_pythons_random_numbers
 from .source_lines import callers_line, name_frames, with_source_lines
 from .stand_ins import StandIns, attributes_of
 
-Dims = frozenset[tuple[int, int]]  # of the tensors of a call, by place
+Dims = frozenset[tuple[int, int]]  # pairs of the place of a tensor among those of a call, and a dim
 
 
 class EffectListener(Protocol):
-    """Notes what a function leaves behind in Python while it is captured."""
+    """Records the values that a function leaves behind in Python while it is captured."""
 
     def begin(self) -> None:
-        """The function begins to run."""
+        """Start a run of the function."""
 
     def end(self) -> list[Any]:
-        """The function has run: the values that it leaves."""
+        """End a run of the function, and return the values that it leaves."""
         ...
 
     def abort(self) -> None:
-        """The function raised an error."""
+        """End a run of the function that raised an error."""
 
     def finish(self) -> None:
-        """A capture is over: what torch.export leaves in the place of lists and dicts is put back."""
+        """End a capture: restore the lists and dicts that torch.export replaced."""
 
     def noted(self) -> Noted:
-        """What Python holds now."""
+        """A record of what Python holds now."""
         ...
 
 
 class NoEffects:
-    """Nothing is noted."""
+    """An EffectListener that records nothing."""
 
     def begin(self) -> None:
-        """The function begins to run."""
+        """Start a run of the function."""
 
     def end(self) -> list[Any]:
-        """The function has run, and leaves nothing."""
+        """No values."""
         return []
 
     abort = restore = finish = begin
 
     def noted(self) -> Noted:
-        """Python as it was: nothing has been put anywhere since."""
+        """A record without changes."""
         return self
 
     left = end
@@ -87,14 +87,14 @@ class NoEffects:
 class Attempt:
     """One attempt to trace a call of `fn`.
 
-    answering       answers what the function asks of values; None: it may ask nothing
-    effects         notes what it leaves behind
-    hooks           notes the hooks that it meets
-    checked         whether the parameters of torch.distributions are checked
+    answering       answers questions about values; None: the function may ask none
+    effects         records the values that the function leaves behind
+    hooks           records the hooks that it meets
+    checked         whether torch.distributions check their parameters
     gradients       whether gradients are enabled
     returns_given   whether tensors of the call that it returns in an object are no results
     changing        the dims that have symbols for sizes (any_size.py)
-    dense           tensors are as if they lay densely in memory: the function does not ask how they do
+    dense           whether to trace with contiguous tensors, as the function does not ask for strides
     """
 
     fn: Callable[..., Any]
@@ -110,7 +110,7 @@ class Attempt:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the call that come as tensors, the last ones."""
+        """The numbers of the call that are passed as tensors, after all others."""
         tensors = self.call.tensors
         return [int(tensor) for tensor in tensors[len(tensors) - self.call.numbers :]]
 
@@ -120,9 +120,9 @@ class Traced:
     """A traced call.
 
     module      the functional program
-    signature   what its inputs and outputs are; `constants`: the values of those that are constants
-    result      the structure of the function's result; `left`: of what it leaves behind
-    read        the tensors from outside whose values became numbers
+    signature   its inputs and outputs; `constants`: the values of the constant inputs
+    result      the structure of the function's result; `left`: of the values that it leaves behind
+    read        the outside tensors whose values became numbers
     """
 
     module: fx.GraphModule
@@ -134,7 +134,7 @@ class Traced:
 
 
 def capturing() -> bool:
-    """Whether a function is being captured right now: a nested `shard` is then a constraint."""
+    """Whether a capture is under way: a nested `shard` is then a constraint."""
     return under_way().capturing
 
 
@@ -142,7 +142,7 @@ def trace(attempt: Attempt) -> Traced:
     """Trace a call.
 
     Raises CaptureError where torch.export cannot make one static graph, Undecided where that needs more answers, and
-    what the function itself raises because of an answer.
+    any exception that the function itself raises because of an answer.
     """
     fn, answering = attempt.fn, attempt.answering
     structures: list[tuple[Structure, Structure]] = []
@@ -166,7 +166,7 @@ def trace(attempt: Attempt) -> Traced:
 
 
 def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
-    """What was traced, with its numbers as tensors (in place). Raises CaptureError and Undecided as `trace` does."""
+    """The trace with its numbers as tensors (in place). Raises CaptureError and Undecided as `trace` does."""
     numbers_as_tensors(traced.module)
     check_static(traced.module, fn)
     check_operators(traced.module, fn)
@@ -176,7 +176,7 @@ def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
 def _exported(
     attempt: Attempt, flat: Flat
 ) -> tuple[fx.GraphModule, ExportGraphSignature, Mapping[str, Any], list[torch.Tensor]]:
-    """The functional program of `flat`, with its signature and constants, and the tensors from outside that it reads as
+    """The functional program of `flat`, with its signature and constants, and the outside tensors that it reads as
     numbers."""
     fn, answering = attempt.fn, attempt.answering
     with (
@@ -210,7 +210,7 @@ def _exported(
 
 
 def _of_size(number: int) -> torch.Tensor:
-    """A tensor without elements, whose size stands for a number: torch.export has symbols for sizes."""
+    """An empty tensor whose size stands for a number: torch.export has symbols only for sizes."""
     return torch.empty(number, 0)
 
 
@@ -219,7 +219,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _symbolic(attempt: Attempt) -> Any:
-    """Which dims of the tensors have symbols for sizes, as torch.export takes it."""
+    """The dims with symbols for sizes, as the `dynamic_shapes` of torch.export."""
     places = range(len(attempt.call.tensors))
     changing = attempt.changing | {(place, 0) for place in places[len(places) - attempt.call.numbers :]}
     if not changing:
@@ -230,8 +230,8 @@ def _symbolic(attempt: Attempt) -> Any:
 def _without_given(
     results: list[torch.Tensor], structure: Structure, given: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Structure]:
-    """The results that were not given to the call. A cache that a function writes to and returns is the caller's; its
-    tensors are what the call wrote to."""
+    """The results that are not tensors of the call. A cache that a function updates and returns belongs to the caller;
+    its tensors are those that the call wrote to."""
     place_of = {id(tensor): place for place, tensor in enumerate(given)}
     inside = structure.in_given_objects()
     places = {i: place_of[id(t)] for i, t in enumerate(results) if next(inside) and id(t) in place_of}
@@ -239,7 +239,7 @@ def _without_given(
 
 
 def _without_questions(program: ExportedProgram) -> ExportedProgram:
-    """Drop what was asked and answered: after the answer nothing reads it, and it cannot be traced again."""
+    """Drop the answered questions: nothing reads them, and they cannot be traced again."""
     for node in reversed(program.graph.nodes):
         if node.target in ASKING and not node.users:
             program.graph.erase_node(node)
@@ -247,12 +247,12 @@ def _without_questions(program: ExportedProgram) -> ExportedProgram:
 
 
 def _failure(attempt: Attempt, error: Exception) -> Exception:
-    """What to raise where tracing raised `error`."""
+    """The exception to raise where tracing raised `error`."""
     fn, call = attempt.fn, attempt.call
     inputs = zip((f"input {name}" for name in call.names), call.tensors, strict=True)
     if "expected compiled_fn to be GraphModule" in str(error) and (
         pair := next(shared([*inputs, *state_of(fn).items()]), None)
-    ):  # how torch.export fails there
+    ):  # torch.export's failure for a write to memory that two inputs share
         return CaptureError(
             f"{name_of(fn)} writes in place to one of {pair[0]} and {pair[1]}, which share memory; give it a copy, "
             "with clone()"
@@ -262,8 +262,8 @@ def _failure(attempt: Attempt, error: Exception) -> Exception:
 
 
 class Flat(torch.nn.Module):
-    """A function as a module from tensors to a tuple of tensors. Each run of it adds the structures of the result and
-    of what the function leaves behind to `structures`."""
+    """A function as a module from tensors to a tuple of tensors. Each run adds the structures of the result and of the
+    values that the function leaves behind to `structures`."""
 
     def __init__(
         self, attempt: Attempt, structures: list[tuple[Structure, Structure]], outside: OutsideTensors
@@ -273,13 +273,13 @@ class Flat(torch.nn.Module):
         self.fn = fn
         self.call, self.answering, self.hooks, self.outside = attempt.call, attempt.answering, attempt.hooks, outside
         self.returns_given = attempt.returns_given
-        # bound methods: torch.export puts back what forward does to attributes
+        # bound methods: torch.export undoes changes that forward makes to attributes
         self.add, self.begin, self.end, self.abort = structures.append, effects.begin, effects.end, effects.abort
         self.stand_ins = StandIns(name_of(fn), lambda: callers_line(traceback.extract_stack(), fn))
         self.attributes = {name: attributes_of(tensor) for name, tensor in state_of(fn).items()}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors of the result, and of what the function leaves behind and asks late."""
+        """The tensors of the result, of the values that the function leaves behind, and of its late conditions."""
         count = len(tensors) - self.call.numbers
         numbers = [tensor.shape[0] for tensor in tensors[count:]]
         args, kwargs = self.call.structure.build(list(tensors[:count]), numbers=numbers)
@@ -289,7 +289,7 @@ class Flat(torch.nn.Module):
         self._stand_in(tensors)
         self.begin()
         try:
-            with (  # the last one sees a call first
+            with (  # the last mode sees a call first
                 self.outside, Regions(Flat.forward.__code__), WithoutGradients(), Traceable(), self.stand_ins,
                 self.hooks, sized, answering,
             ):  # fmt: skip
@@ -312,7 +312,7 @@ class Flat(torch.nn.Module):
         return (*results, *left)
 
     def _stand_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let `tensors` and the module's stand in for the caller's, with their attributes."""
+        """Let `tensors` and the module's tensors stand in for the caller's, with their attributes."""
         self.stand_ins.begin()
         for name, tensor, original in zip(self.call.names, tensors, self.call.tensors, strict=True):
             self.stand_ins.stand(f"input {name}", tensor, attributes_of(original))
@@ -320,7 +320,7 @@ class Flat(torch.nn.Module):
             self.stand_ins.stand(name, tensor, self.attributes[name])
 
     def _leaves(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """The tensors of the call, as they are while it is captured."""
+        """The stand-ins for the tensors of the call and the module, with their roles and names."""
         for place, (name, tensor) in enumerate(zip(self.call.names, tensors, strict=True)):
             yield Leaf(Role.INPUT, name, place), tensor
         for name, tensor in state_of(self.fn).items():

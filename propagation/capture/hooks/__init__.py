@@ -1,7 +1,7 @@
 """Hooks of modules and tensors while a call is captured.
 
 hooks.py            hooks inside a captured function, as operators of its graph
-hook_kinds.py       which hooks belong to a model, only look, or compute parameters
+hook_kinds.py       tells hooks that belong to a model, only look, or compute parameters
 module_hooks.py     hooks of modules; backward_hooks.py: full backward hooks
 resting_hooks.py    hooks that do nothing for a while
 """

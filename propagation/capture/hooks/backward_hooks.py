@@ -15,7 +15,7 @@ class BackwardHooks:
     """The full backward (pre) hooks of one call of a module, called as torch.utils.hooks.BackwardHook calls them.
 
     inputs    the positions of the arguments that need a gradient
-    results   those of the results that do, of `count` in all
+    results   the positions of the results that need one, of `count` in all
     """
 
     def __init__(self, path: str, module: Any, full: list[Any], first: list[Any], arguments: int) -> None:
@@ -40,7 +40,7 @@ class BackwardHooks:
         return [of_results[i] for i in self.results]
 
     def on_inputs(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Call the hooks as the gradients of its arguments arrive."""
+        """Call the hooks as the gradients of the module's arguments arrive."""
         of_inputs = _packed(self.inputs, gradients, self._arguments)
         of_results, self._gradients = self._gradients, None
         if of_results is not None:
@@ -50,7 +50,7 @@ class BackwardHooks:
         return [of_inputs[i] for i in self.inputs]
 
     def _checked(self, new: Any, count: int) -> tuple[Any, ...]:
-        """What a hook returned, as a tuple of `count` gradients."""
+        """The return value of a hook as a tuple of `count` gradients. Raises RuntimeStateError for another number."""
         gradients = new if isinstance(new, tuple) else tuple(new) if isinstance(new, list) else (new,)
         if len(gradients) != count:
             raise RuntimeStateError(f"{self.words} returned {len(gradients)} gradients in place of {count}")
@@ -58,7 +58,7 @@ class BackwardHooks:
 
 
 def _packed(places: Sequence[int], values: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """A tuple of `count` with `values` in these places, and None elsewhere."""
+    """A tuple of length `count` with `values` at `places`, and None elsewhere."""
     packed: list[Any] = [None] * count
     for place, value in zip(places, values, strict=True):
         packed[place] = value

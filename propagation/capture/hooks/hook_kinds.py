@@ -1,4 +1,4 @@
-"""Which kinds of hooks there are: those that belong to a model, that only look, or that compute parameters."""
+"""Kinds of hooks: those that belong to a model, that only look, or that compute parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEEPING = frozenset(
 
 
 def stores_of(module: nn.Module, kind: str) -> list[dict[int, Any]]:
-    """Where a module keeps its hooks of a kind, and their flags."""
+    """The dicts in which a module keeps its hooks of a kind, and their flags."""
     hooks = hooks_in(module, kind)
     return [hooks, hook_flags(module, kind)] if kind in ("forward_pre", "forward") else [hooks]
 
@@ -37,13 +37,13 @@ def is_part(hook: Any) -> bool:
 
 
 def tracks(hook: Any) -> bool:
-    """Whether a hook is one by which PyTorch's counters and profilers follow which module runs. It is not part of a
-    program: there the modules inside do not run."""
+    """Whether a hook lets PyTorch's counters and profilers track the running module. It is not part of a program, in
+    which inner modules do not run."""
     return getattr(hook, "__module__", "") == "torch.utils.module_tracker"
 
 
 def computes_parameters(hook: Any) -> bool:
-    """Whether a hook is one of torch.nn.utils, which compute a parameter of its module before the forward."""
+    """Whether a hook is from torch.nn.utils and computes a parameter of its module before the forward."""
     return any(cls.__module__.startswith("torch.nn.utils.") for cls in type(hook).__mro__)
 
 

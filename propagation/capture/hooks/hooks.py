@@ -1,9 +1,9 @@
 """Hooks of modules and tensors inside a captured function: Python that runs at each call, on whole values.
 
-A hook that only looks (it returns None) is called with what a call computes. One that returns something is part of the
-function, and is captured with it. It sees what it would see on one device: the operators take their operands whole, so
-that gradients are whole too, and in one process they run once for all ranks. So a hook costs a gather where its tensors
-are split.
+A hook that only looks (it returns None) is called with the values of each call. One that returns something is part of
+the function, and is captured with it. It sees the same as on one device: the operators that call hooks take their
+operands whole, so that gradients are whole too, and in one process they run once for all ranks. A hook therefore costs
+a gather where its tensors are split.
 
 The hooks of the function itself run around its calls, as PyTorch runs those of any module; while it is captured they
 rest (resting_hooks.py), except for PyTorch's own (`weight_norm`, `spectral_norm`, `prune`), which compute parameters
@@ -32,7 +32,7 @@ from ...torch_internals import tree_flatten
 
 
 class Hooks(TorchFunctionMode):
-    """The hooks that one capture meets. As a mode, it sees those that the function registers on tensors.
+    """The hooks that one capture meets; as a mode, it sees those that the function registers on tensors.
 
     by_number   the hooks that operators call
     observers   the hooks of modules that only look, by id
@@ -50,14 +50,14 @@ class Hooks(TorchFunctionMode):
 
     @property
     def on_tensors(self) -> int:
-        """How many hooks of tensors there are so far."""
+        """The number of hooks on tensors so far."""
         return len(self._tensors)
 
     def number(
         self, words: str, call: Callable[[list[Tensor]], Sequence[Tensor] | None], attached: tuple[bool, ...] = ()
     ) -> int:
-        """Take a hook, and return the number by which operators call it. `words`: what messages call it; `attached`:
-        of each tensor that it observes, whether it needs a gradient."""
+        """Add a hook, and return the number by which operators call it. `words`: its name in messages; `attached`: for
+        each tensor that it observes, whether the tensor needs a gradient."""
         hook = Hook(words, call, attached)
         number = number_of(hook)
         self.by_number[number] = hook
@@ -108,12 +108,12 @@ class Hooks(TorchFunctionMode):
         return handle
 
     def place(self, module: fx.GraphModule) -> None:
-        """Let all that reads a tensor with a hook read what the hook's operator returns (in place). A hook that was
-        removed meanwhile is dropped."""
+        """Let all readers of a tensor with a hook read the result of the hook's operator instead (in place). Hooks that
+        the function removed are dropped."""
         kept = {number for number, _, store in self._tensors if store}
         removed = {number for number, _, store in self._tensors if not store}
         calls = [n for n in module.graph.nodes if n.target is hooked and n.args[1] in kept | removed]
-        for node in calls:  # what was registered first is next to the readers, and sees a gradient first
+        for node in calls:  # the hook registered first is next to the readers, and sees a gradient first
             (x,) = operands(node)
             if node.args[1] in kept:
                 with module.graph.inserting_after(x):
@@ -126,7 +126,7 @@ class Hooks(TorchFunctionMode):
             module.graph.erase_node(node)
 
     def check(self, module: fx.GraphModule) -> None:
-        """Raise CaptureError for a hook of a module whose tensors nothing reads, so that it would not run."""
+        """Raise CaptureError for a hook of a module whose tensors nothing reads: it would not run."""
         present = {node.args[-1] for node in module.graph.nodes if node.target in HOOKS}
         for number, hook in self.by_number.items():
             if number not in present and number not in {key for key, _, _ in self._tensors}:

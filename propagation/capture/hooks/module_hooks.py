@@ -1,7 +1,7 @@
 """The hooks of the modules of a captured function.
 
-One that only looks (it returns None) becomes an operator that calls it with what a call computes. One that returns
-something is part of the function, and is captured with it.
+A hook that only looks (it returns None) becomes an operator that calls it with the values of each call. A hook that
+returns something is part of the function, and is captured with it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .resting_hooks import awake
 
 
 class Noted(Protocol):
-    """What Python held at some moment."""
+    """A record of what Python held at some moment."""
 
     def left(self) -> list[Any]:
-        """The values that were put somewhere since."""
+        """The values that were stored somewhere since."""
         ...
 
     def restore(self) -> None:
@@ -43,14 +43,14 @@ def _keeps_gradients(noted: Noted) -> bool:
 
 
 class ModuleHooks:
-    """Has the hooks of a function's modules captured; `hooks` notes them, and `noted` says what Python holds."""
+    """Captures the hooks of a function's modules; `hooks` collects them, and `noted` records what Python holds."""
 
     def __init__(self, hooks: Hooks, noted: Callable[[], Noted]) -> None:
         self._hooks, self._noted = hooks, noted
 
     @contextlib.contextmanager
     def of(self, fn: Any) -> Iterator[None]:
-        """Meanwhile the modules of `fn` have hooks that are captured rather than called."""
+        """Inside the block, replace the hooks of the modules of `fn` by ones that are captured rather than called."""
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         stores = [store for _, m in modules for kind in KINDS for store in stores_of(m, kind)]
         shared = [global_hooks(kind) for kind in KINDS]
@@ -75,7 +75,8 @@ class ModuleHooks:
             yield
 
     def _prepare(self, path: str, module: nn.Module, root: bool, before: dict[str, list[Any]], put: set[int]) -> None:
-        """Replace the hooks of a module. `before`: the hooks of all modules; `put`: takes the ids of the new ones."""
+        """Replace the hooks of a module. `before`: the global hooks, of all modules; `put` collects the ids of the new
+        hooks."""
         own = {kind: list(hooks_in(module, kind).items()) for kind in KINDS}
         of_all = {kind: [] if root else [(-1, hook) for hook in before[kind]] for kind in KINDS}
         if not any(own.values()) and not any(of_all.values()):
@@ -111,7 +112,7 @@ class ModuleHooks:
             add("forward", functools.partial(self._leaving, pairs))
 
     def _before(self, hook: Any, words: str, with_kwargs: bool, module: Any, args: Any, kwargs: Any) -> Any:
-        """What a forward pre-hook makes of the arguments."""
+        """The arguments after a forward pre-hook."""
 
         def call(arguments: Any) -> Any:
             positional, named = arguments
@@ -125,7 +126,7 @@ class ModuleHooks:
         return (new if isinstance(new, tuple) else (new,)), kwargs
 
     def _after(self, hook: Any, words: str, with_kwargs: bool, module: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """What a forward hook makes of the result."""
+        """The result after a forward hook."""
 
         def call(out: Any, inputs: Any) -> Any:
             arguments, named = inputs
@@ -135,8 +136,8 @@ class ModuleHooks:
         return observed if new is None else new
 
     def _met(self, hook: Any, words: str, call: Any, through: Any, rest: Any) -> tuple[Any, Any]:
-        """What becomes of `through` in a hook of a module, and what the hook returns (None if it only looks).
-        `rest`: what else it is given."""
+        """`through` after a hook of a module, and the hook's return value (None if it only looks). `rest`: the hook's
+        other arguments."""
         arguments = (through, rest) if rest != () else (through,)
         if not only_looks(hook):
             before = [(leaf, version_of(leaf)) for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
@@ -145,7 +146,7 @@ class ModuleHooks:
                 new = call(*arguments)
             except PartwayError:
                 raise
-            except Exception:  # it looks at values, and there are none yet
+            except Exception:  # it looks at values, which fake tensors do not have
                 new = None
             written = any(version_of(leaf) != version for leaf, version in before)
             if new is not None or written or self._hooks.on_tensors > hooks or _keeps_gradients(noted):

@@ -1,5 +1,5 @@
-"""Hooks that do nothing for a while: those that compute parameters of a sharded module, outside of a capture, and those
-of all modules, while planning calls modules of its own."""
+"""Temporarily disabled hooks: those that compute parameters of a sharded module, outside a capture, and global module
+hooks, while planning calls its own modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from .hook_kinds import KINDS, computes_parameters
 
 
 def awake() -> contextlib.AbstractContextManager[None]:
-    """Meanwhile no hook rests: a function is captured, and its hooks with it."""
+    """Wake all hooks inside the block, in which a function is captured together with them."""
     return meanwhile(hooking=True)
 
 
 def rest_outside(store: dict[int, Any], rest: bool) -> None:
-    """Let the hooks in `store` that compute parameters `rest`, except while they are captured with the function that
-    they are on; or let them rest no longer."""
+    """Let the hooks in `store` that compute parameters `rest` except during a capture; without `rest`, wake them."""
     for hook in store.values():
         if computes_parameters(hook) and hasattr(hook, "_rests") is not rest:
             kind: Any = type(hook)
@@ -31,7 +30,7 @@ def rest_outside(store: dict[int, Any], rest: bool) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _resting(kind: Any) -> Any:
-    """`kind` with a call that does nothing, except while it is captured."""
+    """A subclass of `kind` whose call does nothing except during a capture."""
 
     def call(self: Any, module: Any, arguments: Any) -> Any:
         return kind.__call__(self, module, arguments) if under_way().hooking else None
@@ -42,7 +41,7 @@ def _resting(kind: Any) -> Any:
 
 @contextlib.contextmanager
 def none_of_all_modules() -> Iterator[None]:
-    """Meanwhile there are no hooks of all modules: planning calls modules of its own."""
+    """Remove the global module hooks inside the block, in which planning calls its own modules."""
     saved = [(store, OrderedDict(store)) for store in map(global_hooks, KINDS)]
 
     def restore() -> None:

@@ -1,13 +1,13 @@
-"""Programs of ranks that ask where they are, as one program.
+"""Merges the programs of ranks that ask for their place into one program.
 
 `pw.axis_index` is a plain number, so that a person may write `if pw.axis_index("tp") == 0`. The program is then traced
-for each place, and the traces are merged: what all have in common is written once, and between two collectives what
-differs becomes one call of `partway::run`, which runs the text of the rank that it is on. All ranks meet in the same
+for each place, and the traces are merged: the common calls are written once, and the differing calls between two
+collectives become one call of `partway::run`, which runs the text of its own rank. All ranks meet in the same
 collectives, in the same order.
 
-    what is common        the same calls of operators on operands that are common
-    what crosses          values that a rank's own calls hand to a collective, to a later stretch or to the result: they
-                          have the same shape on every rank; where a rank has none, zeros stand in its place
+    common calls          the same operators on common operands
+    crossing values       results of a rank's own calls that a collective, a later stretch or the result reads: they
+                          have the same shape on every rank; zeros stand in for a value that a rank does not have
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ aten = torch.ops.aten
 
 @dataclass
 class _Rank:
-    """One trace, in the making. `where`: what stands for its nodes in the merged graph."""
+    """One trace during the merge. `where` maps its nodes to those of the merged graph; `numbers`: equal for equal calls
+    on equal operands."""
 
     name: str
     graph: Graph
@@ -50,9 +51,9 @@ class _Rank:
 
 
 def merged(graphs: Sequence[Graph], axes: Sequence[str], sizes: Sequence[int]) -> Graph:
-    """The program of all ranks: `graphs` are those of the positions along `axes`, of these sizes, in order.
+    """The program of all ranks. `graphs` are the traces at the positions along `axes`, of these `sizes`, in order.
 
-    Raises CaptureError where ranks do not meet in the same collectives, or hand in tensors of different shapes.
+    Raises CaptureError where ranks do not meet in the same collectives, or hand them tensors of different shapes.
     """
     places = itertools.product(*map(range, sizes))
     names = [", ".join(f"{a}={i}" for a, i in zip(axes, place, strict=True)) for place in places]
@@ -65,7 +66,7 @@ def merged(graphs: Sequence[Graph], axes: Sequence[str], sizes: Sequence[int]) -
 
 
 def _write_numbers(graph: Graph) -> None:
-    """Let a call make each constant that is one number (in place): `y[0] = rank` is a constant of each trace."""
+    """Replace each scalar constant by a call that creates it (in place): `y[0] = rank` is a constant of each trace."""
     for port in graph.inputs:
         constant = graph.constants.get(port.name) if port.role is Role.CONSTANT else None
         if constant is not None and not constant.shape:
@@ -92,7 +93,7 @@ def _check_constants(graphs: Sequence[Graph]) -> None:
 
 
 def _rank(name: str, graph: Graph) -> _Rank:
-    """A trace cut at its collectives. What takes a tensor out of a result stands where that does."""
+    """A trace cut at its collectives. A getitem is in the stretch of the call whose result it takes."""
     stretches: list[list[fx.Node]] = [[]]
     meetings: list[fx.Node] = []
     place: dict[fx.Node, int] = {}
@@ -111,7 +112,7 @@ def _rank(name: str, graph: Graph) -> _Rank:
 
 
 def _used(graph: Graph) -> list[Port]:
-    """The inputs of a graph, but for constants that nothing reads."""
+    """The inputs of a graph except unread constants."""
     return [port for port in graph.inputs if port.role is not Role.CONSTANT or port.node.users]
 
 
@@ -147,7 +148,7 @@ class _Merging:
         return replace(first.graph, module=Text({}, self.out), inputs=inputs, outputs=outputs)
 
     def _check_alike(self) -> None:
-        """Raise CaptureError unless all ranks meet alike and return alike."""
+        """Raise CaptureError unless all ranks call the same collectives and return the same structure."""
         first = self.ranks[0]
         for rank in self.ranks[1:]:
             for mine, theirs in itertools.zip_longest(first.meetings, rank.meetings):
@@ -168,10 +169,10 @@ class _Merging:
     def _returned(self, rank: _Rank) -> list[fx.Node]:
         return [port.node for port in rank.graph.outputs]
 
-    # -- what is common
+    # -- common calls
 
     def _common(self, i: int) -> None:
-        """Write what all ranks compute in stretch `i` on operands that are common."""
+        """Write the calls of stretch `i` that all ranks make on common operands."""
         by_number = [self._numbered(rank, i) for rank in self.ranks]
         for number, node in by_number[0].items():
             its = [numbers.get(number) for numbers in by_number]
@@ -187,7 +188,7 @@ class _Merging:
         """The calls of a stretch by numbers, which are equal for equal calls on equal operands."""
         found: dict[Hashable, fx.Node] = {}
         for node in rank.stretches[i]:
-            if node in rank.where:  # what was received
+            if node in rank.where:  # received from another rank
                 continue
             drawn = len(rank.numbers) if node.target is keys or draws_random_numbers(node) else 0
             key = (str(node.target), self._frozen(rank, node), drawn)
@@ -199,11 +200,11 @@ class _Merging:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: f"<{rank.numbers[n]}>")
         return f"{args} {kwargs}"
 
-    # -- what differs
+    # -- differing calls
 
     def _own(self, i: int, pinned: Sequence[Sequence[fx.Node | None]], what: str) -> list[fx.Node]:
-        """Write what ranks compute by themselves in stretch `i`, and what stands for `pinned`, the values that each of
-        them hands to `what`. One that has none hands in zeros."""
+        """Write the calls that differ by rank in stretch `i`. Returns the nodes that stand for `pinned`, the values
+        that each rank hands to `what`; a rank without a value hands in zeros."""
         slots = [_Slot([nodes[p] for nodes in pinned]) for p in range(len(pinned[0]))]
         for slot in slots:
             self._check_shapes(slot, what)
@@ -235,7 +236,7 @@ class _Merging:
                 )
 
     def _carried(self, i: int, needed: Sequence[_Slot]) -> list[_Slot]:
-        """Slots for what ranks have computed by themselves and read later: of one kind one after another."""
+        """Slots for the values that ranks computed by themselves and read later, grouped by shape and dtype."""
         by_kind: dict[str, list[list[fx.Node]]] = {}
         for r, rank in enumerate(self.ranks):
             here = set(rank.stretches[i]) - rank.where.keys()
@@ -254,7 +255,7 @@ class _Merging:
         return node in returned or any(user in later for user in node.users)
 
     def _switched(self, slots: Sequence[_Slot]) -> list[fx.Node]:
-        """A call that computes `slots` of what stands for the operands, by the text of the rank."""
+        """Write a call that computes `slots` by the text of each rank. Returns the nodes of its results."""
         ends = [[slot.nodes[r] for slot in slots] for r in range(len(self.ranks))]
         read = (_read(rank, own) for rank, own in zip(self.ranks, ends, strict=True))
         operands = list(dict.fromkeys(itertools.chain.from_iterable(read)))
@@ -288,8 +289,8 @@ class _Merging:
             rank.where[node], rank.numbers[node] = copy, ("meeting", i)
 
     def _exchange(self, i: int) -> None:
-        """Write the exchange of messages after stretch `i`: permutations, in each of which a rank sends and receives at
-        most one tensor."""
+        """Write the exchange of messages after stretch `i` as permutations, in each of which a rank sends and receives
+        at most one tensor."""
         calls = [rank.meetings[i] for rank in self.ranks]
         axes, size = list(argument(calls[0], "axes")), argument(calls[0], "size")
         places = [self._place_along(r, axes) for r in range(len(self.ranks))]
@@ -318,13 +319,13 @@ class _Merging:
 
 @dataclass
 class _Slot:
-    """A result of a call that each rank computes by itself: the node of each rank, or None where it has none."""
+    """A result that each rank computes by itself: the node of each rank, or None where a rank has none."""
 
     nodes: list[fx.Node | None]
 
 
 def _needed(rank: _Rank, ends: Sequence[fx.Node | None]) -> list[fx.Node]:
-    """The calls of its own that `ends` are made of, in order."""
+    """The rank's own calls that `ends` depend on, in order."""
     wanted, stack = set[fx.Node](), [end for end in ends if end is not None]
     while stack:
         node = stack.pop()
@@ -335,7 +336,7 @@ def _needed(rank: _Rank, ends: Sequence[fx.Node | None]) -> list[fx.Node]:
 
 
 def _read(rank: _Rank, ends: Sequence[fx.Node | None]) -> Iterator[fx.Node]:
-    """What stands for the operands of the calls of its own that `ends` are made of."""
+    """The merged nodes that the rank's own calls for `ends` read."""
     own = _needed(rank, ends)
     for node in own:
         yield from (rank.where[operand] for operand in node.all_input_nodes if operand in rank.where)
@@ -345,7 +346,8 @@ def _read(rank: _Rank, ends: Sequence[fx.Node | None]) -> Iterator[fx.Node]:
 def _function(
     rank: _Rank, operands: Sequence[fx.Node], ends: Sequence[fx.Node | None], kinds: Sequence[torch.Tensor]
 ) -> fx.GraphModule:
-    """The calls of its own that `ends`, of these kinds, are made of, as a function of `operands`."""
+    """The rank's own calls for `ends`, as a function of `operands`. Results are zeros like `kinds` where an end is
+    None. Raises CaptureError where ranks draw different numbers of random tensors."""
     graph = fx.Graph()
     given = {operand: graph.placeholder(operand.name) for operand in operands}
     env: dict[fx.Node, fx.Node] = {}
@@ -372,10 +374,10 @@ def _function(
 
 
 def _call(node: fx.Node | None) -> str:
-    """A collective without its operands."""
+    """The text of a collective without its operands."""
     if node is None:
         return ""
-    if node.target is by_hand.send_receive:  # whose neighbours are not those of another rank
+    if node.target is by_hand.send_receive:  # its neighbours differ by rank
         return f"{operator_name(node)}({argument(node, 'axes')})"
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: "tensor")
     return f"{operator_name(node)}{args}{kwargs}"

@@ -1,7 +1,7 @@
-"""From a function that a person wrote for one rank to an Manual function.
+"""From a function that a person wrote for one rank to the program of all ranks.
 
-It is traced where it is called, in the midst of the capture of what surrounds it, since Python may change what it does
-later. (A lambda in a loop sees the loop's variable.) Its call is then one operator of the graph around it.
+The function is traced where it is called, during the capture of the surrounding function, since Python may change its
+behaviour later. (A lambda in a loop sees the loop's variable.) Its call becomes one operator of the surrounding graph.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .by_rank import merged
 
 
 def trace_ranks(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], mesh: Mesh) -> Graph:
-    """The program of a rank: what `fn` does with parts of the tensors of `call`, laid out as `layouts` say.
+    """Trace `fn` on each rank's parts of the tensors of `call`, laid out by `layouts`, as one program of all ranks.
 
-    `fn` is traced for the first rank and, where it asks for its place on some axes, for each place along these.
+    `fn` is traced for the first rank and, if it asks for its place along some axes, for each place along these.
+    Constants become inputs.
 
-    Raises CaptureError where it has no static graph of its own, and for what a program of one rank may not do: use
-    tensors that need gradients and are not given to it, write to those that are. Constants that it uses are
-    inputs, too.
+    Raises CaptureError where `fn` has no static graph, uses outside tensors that need a gradient, or writes to its
+    arguments.
     """
     traced: dict[int, Graph] = {}
     asked: set[str] = set()
@@ -51,7 +51,7 @@ def trace_ranks(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], m
     if len(graphs) > 1:
         with beside_export():
             graph = merged(graphs, axes, [mesh.size(axis) for axis in axes])
-    # collectives stay in a trace, so that ranks can be compared; those whose results no rank reads may go now
+    # traces keep all collectives, so that ranks can be compared; drop those whose results no rank reads
     graph.module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return graph
 

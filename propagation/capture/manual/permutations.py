@@ -1,6 +1,6 @@
-"""Exchanges with neighbours, in which each rank has its own, as permutations that all ranks share.
+"""Exchanges with neighbours, which differ by rank, as permutations that all ranks share.
 
-What a rank sends to another in one exchange arrives there in the order in which it is sent.
+The tensors that one rank sends to another in one exchange arrive in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...ops.by_hand import shapes_of
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor of the `kind` that the rank at `source` sends as its tensor `number`, and the one at `target` receives
-    as its tensor `into`."""
+    """A tensor of shape and dtype `kind` that the rank at `source` sends as its tensor `number` and the rank at
+    `target` receives as its tensor `into`."""
 
     source: int
     number: int
@@ -30,7 +30,8 @@ class Message:
 
 
 def messages_of(calls: Sequence[fx.Node], places: Sequence[int], axes: Sequence[str]) -> list[Message]:
-    """The messages of an exchange. Raises CaptureError unless each that is sent is received."""
+    """The messages of an exchange. Raises CaptureError unless ranks at one place have the same neighbours and each
+    tensor that is sent is received."""
     sent, expected = defaultdict[tuple[int, int], list[Any]](list), defaultdict[tuple[int, int], list[Any]](list)
     known: dict[int, tuple[Any, ...]] = {}
     for call, place in zip(calls, places, strict=True):
@@ -69,8 +70,7 @@ def _kinds(tensors: Sequence[tuple[int, str]]) -> str:
 
 
 def rounds_of(messages: Sequence[Message]) -> list[list[Message]]:
-    """`messages` in as few rounds as come out one after another, in each of which they are of one kind, and no rank
-    sends or receives two."""
+    """Group `messages` greedily into rounds of one kind, in which no rank sends or receives two."""
     rounds: list[list[Message]] = []
     for message in messages:
         for one in rounds:
@@ -84,6 +84,6 @@ def rounds_of(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def sent_in(call: fx.Node, place: int, messages: Sequence[Message]) -> fx.Node | None:
-    """What the rank at `place` sends in a round."""
+    """The tensor that the rank at `place` sends in a round, if any."""
     xs: Any = call.args[0]
     return next((xs[message.number] for message in messages if message.source == place), None)

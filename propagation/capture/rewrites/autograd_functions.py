@@ -1,4 +1,4 @@
-"""The backward that a torch.autograd.Function defines, in a graph whose backward autograd makes.
+"""The backward of a torch.autograd.Function, in a graph whose backward autograd derives.
 
 torch.export keeps the operators of the Function's forward and nothing of its backward, so that the gradient would be
 wrong. A backward is linear in the gradient that it takes: g ↦ B g. With Bᵀ its transpose,
@@ -8,8 +8,8 @@ wrong. A backward is linear in the gradient that it takes: g ↦ B g. With Bᵀ 
 has the value of the forward, and its gradient is B g. These are plain operators, planned like any others. (The gradient
 of B g would be another one, and is refused.)
 
-While a function is captured (`recorded`) the backward is called on a stand-in for the gradient, and two operators mark
-where it begins and ends; `adopt` then transposes what stands between them.
+While a function is captured (`recorded`), the backward is called on a stand-in for the gradient, and two operators mark
+where it begins and ends; `adopt` then transposes the operators between them.
 
     partway::cotangent(y)        a stand-in for the gradient of y
     partway::with_backward(outputs, cotangents, inputs, gradients)
@@ -58,7 +58,7 @@ def _fake_with_backward(outputs: list[Tensor], *_: Any) -> list[Tensor]:
 
 
 class _Context:
-    """What a Function's forward leaves for its backward: the `ctx` that both are given."""
+    """The `ctx` that a Function's forward and backward share."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -70,10 +70,10 @@ class _Context:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Tensor | None) -> None:
-        """Nothing: there is no forward mode."""
+        """Do nothing: there is no forward mode."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Note the results that no gradient leaves."""
+        """Note the results without a gradient."""
         self.constant = tensors
 
     def mark_dirty(self, *_: Tensor) -> None:
@@ -81,17 +81,17 @@ class _Context:
         raise CaptureError("writes to its arguments in place (mark_dirty); let its forward return new tensors")
 
     def set_materialize_grads(self, _: bool) -> None:
-        """Nothing: the stand-ins are always tensors."""
+        """Do nothing: the stand-ins are always tensors."""
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """While a function is captured, calls of Functions in this thread are recorded with their backward. (PyTorch's own,
-    as those of torch.utils.checkpoint, are left to it.)
+    """While a function is captured, record this thread's calls of Functions with their backward. (PyTorch's own
+    Functions, such as those of torch.utils.checkpoint, run unchanged.)
 
-    `apply` is replaced meanwhile: neither a mode nor a key of PyTorch's dispatcher sees such a call, and without it
-    the gradients would silently be wrong. So is the one of the base class that it calls, since a person may have kept
-    the method itself (`op = MyFunction.apply`)."""
+    `apply` is replaced meanwhile: neither modes nor dispatch keys see such a call, and the gradients would silently be
+    wrong. So is the `apply` of its base class, since a user may have kept the method itself (`op = MyFunction.apply`).
+    """
     plain, thread = Function.__dict__["apply"], threading.get_ident()
 
     def calling(otherwise: Callable[[Any], Callable[..., Any]]) -> Any:
@@ -120,7 +120,7 @@ def recorded() -> Iterator[None]:
 
 
 def _record(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run forward and backward of the Function `cls`, and note which is which."""
+    """Run forward and backward of the Function `cls`, marked by `cotangent` and `with_backward`."""
     context = _Context(tuple(isinstance(a, Tensor) and a.is_floating_point() for a in args))
     if cls.setup_context is not Function.setup_context:
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
@@ -149,7 +149,7 @@ def _record(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def adopt(module: fx.GraphModule) -> None:
-    """Write every recorded backward as its transpose (in place; capture owns the module)."""
+    """Replace every recorded backward by its transpose (in place; capture owns the module)."""
     for node in list(module.graph.nodes):
         if node.target is with_backward:
             _check_local(node)
@@ -158,8 +158,8 @@ def adopt(module: fx.GraphModule) -> None:
 
 
 def _check_local(node: fx.Node) -> None:
-    """Raise CaptureError where the forward or backward of a Function calls a collective: what the gradients of ranks
-    mean there, only its author knows."""
+    """Raise CaptureError where the forward or backward of a Function calls a collective: only its author knows what the
+    gradients of the ranks mean there."""
     outputs, cotangents, inputs, gradients = (list(part) for part in node.args)  # type: ignore[arg-type]
     inside = [n for end in outputs for n in _between(inputs, end)]
     inside += [n for end in gradients for n in _between(cotangents, end)]
@@ -191,8 +191,9 @@ def _transpose(b: Builder, node: fx.Node) -> None:
 
 
 def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.Node) -> list[fx.Node | None]:
-    """For each cotangent: what computes `gradient` from it, transposed and applied to x; None if nothing does."""
-    if gradient in cotangents:  # handed on as it is, as a straight-through estimator does
+    """For each cotangent, the transpose of its map to `gradient`, applied to x; None for a cotangent without effect.
+    Raises CaptureError for a map that is not linear."""
+    if gradient in cotangents:  # passed on unchanged, as in a straight-through estimator
         gradient = b(aten.clone.default, gradient)
     inner = _between(cotangents, gradient)
     if not inner:

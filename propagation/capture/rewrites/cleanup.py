@@ -1,4 +1,4 @@
-"""Passes over a captured module: tensors of the meta device, names of manual functions, and what nothing needs."""
+"""Cleanup passes over a captured module: tensors on the meta device, names of manual functions, and dead code."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...graph.nodes import stays
 from ...ops.python.manual import call_manual, manual_of
 from ...torch_internals import FakeTensor, OpOverload, makes_memory, tree_map
 
-# Written as others, and what they give is new whatever these are.
+# Composite operators whose results are always new tensors.
 _PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
 
 
 def leave_meta(module: fx.GraphModule) -> None:
-    """Plan tensors of the meta device as if they were on the CPU: kernels and constants have to agree on one."""
+    """Move tensors from the meta device to the CPU (in place): kernels and constants have to agree on a device."""
 
     known: dict[
         int, tuple[FakeTensor, torch.Tensor]
-    ] = {}  # copies of a module have the tensors of the first (copies.py)
+    ] = {}  # copied calls share the tensors of the first (one_by_one.py)
 
     def moved(val: Any) -> Any:
         if not isinstance(val, FakeTensor) or val.device.type != "meta":
@@ -39,9 +39,9 @@ def leave_meta(module: fx.GraphModule) -> None:
 
 
 def prune(module: fx.GraphModule) -> None:
-    """Drop asserts on meta data (they hold for the captured signature), copies that nobody can tell from what they are
-    of (dropout in evaluation is one), and what nothing uses. Views become reshapes: whether one needs a copy depends on
-    strides, and a local part has strides of its own."""
+    """Drop asserts on metadata (they hold for the captured signature), copies that cannot be told from their originals
+    (dropout in evaluation makes one), and dead code. Views become reshapes: whether one needs a copy depends on
+    strides, and a local part has its own."""
     for node in reversed(list(module.graph.nodes)):
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             node.target = torch.ops.aten.reshape.default
@@ -54,8 +54,8 @@ def prune(module: fx.GraphModule) -> None:
 
 
 def _copies_in_vain(node: fx.Node) -> bool:
-    """Whether a call copies what an operator has just made, and the copy lies in memory as that does. What is returned
-    stays a copy: it may be written into."""
+    """Whether a call copies the new result of an operator with the same strides. Returned copies stay: the caller may
+    write into them."""
     if node.target is not torch.ops.aten.clone.default:
         return False
     (made,) = node.all_input_nodes
@@ -67,7 +67,7 @@ def _copies_in_vain(node: fx.Node) -> bool:
 
 
 def name_manuals(module: fx.GraphModule) -> None:
-    """Let the call of a manual function have the name of its function (in place)."""
+    """Name the calls of manual functions after their functions (in place)."""
     for node in module.graph.find_nodes(op="call_function", target=call_manual):
         word = manual_of(str(node.args[1])).word
         with module.graph.inserting_before(node):

@@ -1,10 +1,10 @@
 """Control flow (torch.cond, while_loop, scan and map), and users' operators that write to their operands, as
 torch.export leaves them.
 
-A loop of a known and modest number of steps is unrolled: its operators are then planned like any others. What remains
-is a branch on a value, a loop that ends on one, or an operator that writes (here to copies). It becomes one call of
-`partway::run` (ops/python/functions.py), replicated on every device: of a text that is written here, and that calls
-operators by their names in torch.ops and nothing else.
+A loop with a known and modest number of steps is unrolled, and its operators are planned like any others. A branch on a
+value, a loop that ends on one, and an operator that writes (here to copies) become one call of `partway::run`
+(ops/python/functions.py), replicated on every device. Its text is generated here, and calls only operators by their
+names in torch.ops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...rules.builder import Builder
 from ...torch_internals import OpOverload, tree_flatten
 
 aten, higher = torch.ops.aten, torch.ops.higher_order
-MOST_NODES = 2048  # loops of more operators than that in all steps are not unrolled
+MOST_NODES = 2048  # loops with more operators in all steps are not unrolled
 
 
 def flatten_control(module: fx.GraphModule) -> None:
@@ -38,12 +38,12 @@ def flatten_control(module: fx.GraphModule) -> None:
         if row is not None:
             _replace(node, row(Builder(module.graph, node, 1, {}), node))
     for node in list(module.graph.nodes):
-        if node.op == "get_attr" and not node.users:  # a graph that is written out now
+        if node.op == "get_attr" and not node.users:  # a subgraph that is written out
             module.graph.erase_node(node)
 
 
 def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Let all that reads a result of `node` read one of `results`, and drop the node."""
+    """Replace `node` by its `results`."""
     for item in list(node.users):
         item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
         node.graph.erase_node(item)
@@ -51,7 +51,7 @@ def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
 
 
 def _child(node: fx.Node, argument: Any) -> fx.GraphModule:
-    """The graph that an argument of `node` stands for."""
+    """The subgraph that an argument of `node` refers to."""
     owner = node.graph.owning_module
     assert owner is not None
     child = owner.get_submodule(argument.target)
@@ -60,12 +60,12 @@ def _child(node: fx.Node, argument: Any) -> fx.GraphModule:
 
 
 def _lists(arguments: Any) -> list[list[fx.Node]]:
-    """The lists of tensors that a call is given."""
+    """The arguments of a call, as lists of tensors."""
     return [list(argument) for argument in arguments]
 
 
 def _inlined(b: Builder, body: fx.GraphModule, operands: Sequence[fx.Node]) -> list[fx.Node]:
-    """The results of `body`, its operators written out with `operands` for its inputs."""
+    """Write out the operators of `body` on `operands`. Returns its results."""
     inlined: dict[fx.Node, fx.Node] = {}
     inputs = iter(operands)
     for node in body.graph.nodes:
@@ -86,8 +86,8 @@ def _modest(body: fx.GraphModule, steps: int) -> bool:
 
 
 def function_text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
-    """The graph `body` as a Python function called `name`, for the call `node`. Raises CaptureError for what cannot run
-    twice, or is no operator."""
+    """The graph `body` as a Python function called `name`, for the call `node`. Raises CaptureError for random numbers,
+    which a second run would not repeat, and for anything but operators."""
     for inner in body.graph.nodes:
         known = inner.target in (operator.getitem, *_WRITES) or isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and not known):
@@ -104,7 +104,7 @@ def function_text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
 
 
 def _what(node: fx.Node) -> str:
-    """What messages call the operator of `node`."""
+    """The name of the operator of `node` in messages."""
     return f"torch.{node.target} in {module_path(node) or 'the function'}"
 
 
@@ -141,8 +141,8 @@ def like(*operands):
 
 
 def _scan(b: Builder, node: fx.Node) -> list[fx.Node]:
-    """scan(body, what is carried, what is scanned along dim 0, further operands): what is carried in the end, and the
-    results of the steps, stacked."""
+    """scan(body, carried values, operands scanned along dim 0, further operands): the final carried values, and the
+    stacked results of the steps."""
     body, (carried, scanned, further) = _child(node, node.args[0]), _lists(node.args[1:4])
     steps, count = shape(scanned[0])[0], len(carried)
     stop = count + len(scanned)
@@ -173,7 +173,7 @@ def like(*operands):
 
 
 def _map(b: Builder, node: fx.Node) -> list[fx.Node]:
-    """map(body, what is taken apart along dim 0, further operands): the body on each slice by itself."""
+    """map(body, operands mapped along dim 0, further operands): the body on each slice."""
     body, (mapped, further) = _child(node, node.args[0]), _lists(node.args[1:3])
     rows = [[b(aten.select.int, x, 0, i) for x in mapped] for i in range(shape(mapped[0])[0])]
     results = [_inlined(b, body, [*row, *further]) for row in rows]
@@ -181,7 +181,7 @@ def _map(b: Builder, node: fx.Node) -> list[fx.Node]:
 
 
 def _writing(b: Builder, node: fx.Node) -> list[fx.Node]:
-    """auto_functionalized(operator, arguments, what is written to): the operator's results, and what it wrote."""
+    """auto_functionalized(operator, arguments): the operator's results, and its operands after the writes."""
     body = fx.Graph()
     operands = node.all_input_nodes
     copies = {x: body.placeholder(x.name) for x in operands}

@@ -1,7 +1,6 @@
-"""Covariance and correlation, written with the operators that PyTorch computes them with.
+"""Covariance and correlation in terms of the operators that PyTorch computes them with.
 
-Their checks of weights are questions about values (questions.py), and torch.export would keep the operators whole, with
-the questions inside.
+Their checks of weights are questions about values (questions.py), which torch.export would hide inside the operators.
 """
 
 from __future__ import annotations

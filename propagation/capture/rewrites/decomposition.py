@@ -1,4 +1,4 @@
-"""Operators without rules that are captured as the operators PyTorch writes them with, which have rules."""
+"""Decomposes operators without rules into PyTorch operators that have rules."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WRITTEN_OUT = frozenset([
 ])  # fmt: skip
 
 
-# Views that have a twin which copies.
+# Views with a copying twin.
 _COPIED = (
     aten.alias.default,
     aten.as_strided.default,
@@ -144,7 +144,7 @@ def _distance(x: torch.Tensor, y: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     return distance
 
 
-# Composite and written-out operators that become views, casts, copies and kernels, whatever becomes of others.
+# Composite and written-out operators that become only views, casts, copies and kernels.
 _SIMPLE = frozenset([
     aten.batch_norm.default,
     aten.broadcast_to.default,
@@ -185,11 +185,11 @@ _SIMPLE = frozenset([
 
 
 def write_out(exported: ExportedProgram) -> tuple[fx.GraphModule, ExportGraphSignature]:
-    """`exported.run_decompositions(written_out())`, in less time.
+    """`exported.run_decompositions(written_out())`, but faster.
 
     That call overrides all of PyTorch's 500 composite operators each time, under 20 keys each, so that only the chosen
-    ones are decomposed: some 0.2 s, however small the program. Where the operators that the program calls cannot become
-    composite ones that it does not call, it is enough to override those.
+    ones are decomposed, which takes some 0.2 s for any program. If the operators of the program do not decompose into
+    composite ones that it does not call, overriding those that it calls is enough.
     """
     called = {
         node.target
@@ -210,7 +210,7 @@ def _parts(exported: ExportedProgram) -> tuple[fx.GraphModule, ExportGraphSignat
 
 
 def _becomes_no_composite(operator: OpOverload) -> bool:
-    """Whether an operator stays what it is, or becomes no composite one."""
+    """Whether an operator stays, or decomposes into operators that are not composite."""
     if operator in _SIMPLE:
         return True
     schema = schema_of(operator)
@@ -221,20 +221,20 @@ def _becomes_no_composite(operator: OpOverload) -> bool:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """What becomes of each composite operator, and the decompositions of others."""
+    """The decompositions of composite operators, and those of others."""
     composite, others = split_decompositions(dict(written_out()))
     return composite, others
 
 
 @lru_cache(maxsize=1)
 def _names() -> frozenset[str]:
-    """The names of what is written out and not simple: a write in place becomes that and a copy."""
+    """The names of the written-out operators that are not simple: a write in place becomes one of them and a copy."""
     return frozenset(schema_of(operator).name for operator in written_out() if operator not in _SIMPLE)
 
 
 @lru_cache(maxsize=1)
 def written_out() -> dict[Any, Any]:
-    """The decomposition of each operator that is written out, for `run_decompositions`."""
+    """The decomposition of each written-out operator, for `run_decompositions`."""
     every = torch.export.default_decompositions()
     known = {target: every[target] for target in WRITTEN_OUT if target in every}
     return {**known, aten.dist.default: _distance, aten.repeat.default: _repeat, **_SAFE, **dict(map(_copy, _COPIED))}

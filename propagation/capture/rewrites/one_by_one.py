@@ -1,9 +1,9 @@
-"""A program is written out call by call, and what was written out before is copied.
+"""Decomposes a program call by call, reusing the decompositions of equal calls.
 
-What PyTorch writes a call as follows from the operator, from its arguments, from what is known of its operands beside
-values, and from torch's settings, as long as nothing is written in place. So one call of each kind is traced, as
-torch.export's `run_decompositions` traces the whole program, and all others of the kind become copies of what that
-gave. Names go on counting, since each call takes as many as it would in a trace of all.
+As long as nothing is written in place, PyTorch's decomposition of a call depends only on the operator, its arguments,
+the metadata of its operands, and torch's settings. So one call of each kind is traced, as torch.export's
+`run_decompositions` traces the whole program, and the other calls of the kind copy the result. The numbers in names
+continue as in a trace of the whole program, since each call takes as many names.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ...torch_internals import FakeTensor, OpOverload, graph_module, moved_meta,
 
 _INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT)
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-_CALLS_OF_A_KIND = 2  # on average; from then on this takes less time than to trace all
+_CALLS_OF_A_KIND = 2  # on average; from here on this is faster than tracing all
 _NUMBER = re.compile(r"_\d+$")
 
 
 def written_one_by_one(
     exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]
 ) -> tuple[fx.GraphModule, ExportGraphSignature] | None:
-    """The graph and the signature of what `decompose` makes of a program. None where few calls are like others, and
-    where it is not certain: for programs that write in place, have symbols for sizes, or branches and loops."""
+    """The graph and the signature that `decompose` would give for a program. None where few calls repeat, and for
+    programs that write in place, have symbols for sizes, or have branches and loops."""
     if not _is_plain(exported):
         return None
     try:
         if not _repeats(exported.graph):
             return None
         made = _written(exported, composite, others)
-    except Exception:  # then `decompose` does it, or raises what torch says of it
+    except Exception:  # `decompose` then handles the program, or raises torch's error
         return None
     returned = next(iter(made.find_nodes(op="output"))).args[0]
     outputs = [
@@ -51,7 +51,7 @@ def written_one_by_one(
 
 
 def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> fx.Graph:
-    """The graph of a program whose calls are written out."""
+    """The graph of a program with its calls decomposed."""
     made, env = fx.Graph(), dict[fx.Node, Any]()
     inputs = exported.graph.find_nodes(op="placeholder")
     kinds: dict[Any, _Written] = {}
@@ -76,14 +76,14 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
 
 
 def _repeats(graph: fx.Graph) -> bool:
-    """Whether many calls of a graph are like others."""
+    """Whether the calls of a graph repeat often enough, on average."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     kinds = {_TracedCall(node, {each: each for each in node.all_input_nodes}).kind for node in calls}
     return len(calls) >= _CALLS_OF_A_KIND * len(kinds)
 
 
 def _is_plain(exported: ExportedProgram) -> bool:
-    """Whether a program consists of calls of operators that give tensors of known sizes and write nothing."""
+    """Whether a program consists of operators that return tensors of known sizes and write nothing in place."""
     signature = exported.graph_signature
     return (
         all(spec.kind in _INPUTS for spec in signature.input_specs)
@@ -113,7 +113,7 @@ def _is_plain_tensor(val: Any) -> bool:
 
 
 class _ResultPlace:
-    """An operand of a call, by its place."""
+    """The place of an operand in a call, whose repr stands for the operand."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -123,10 +123,10 @@ class _ResultPlace:
 
 
 class _TracedCall:
-    """A call of a program, with operands of what is made of that.
+    """A call of a program, with operands in the decomposed graph.
 
-    operands   these, each once: what was apart may be one now, as where a cast was none
-    kind       what tells how it is written: calls that share it are written alike
+    operands   the operands, each once: two may be one node, for example after a cast to the same dtype
+    kind       calls of one kind have the same decomposition
     """
 
     def __init__(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
@@ -134,43 +134,43 @@ class _TracedCall:
         self._arguments: Any = map_arg((node.args, node.kwargs), env.__getitem__)
         leaves = tree_leaves(self._arguments)
         self.operands: list[fx.Node] = list(dict.fromkeys(each for each in leaves if isinstance(each, fx.Node)))
-        self.kind: Any = node  # a region is like no other
+        self.kind: Any = node  # each region is its own kind
         if isinstance(node.target, OpOverload):
             places: dict[fx.Node, Any] = {operand: _ResultPlace(place) for place, operand in enumerate(self.operands)}
             text = repr(map_arg(self._arguments, places.__getitem__))  # in which 1, 1.0 and True differ
             self.kind = node.target, text, tuple(_known(operand.meta["val"]) for operand in self.operands)
 
     def examples(self) -> list[torch.Tensor]:
-        """Operands to trace it with."""
+        """Example operands for tracing the call."""
         return [_like(operand.meta["val"]) for operand in self.operands]
 
     def run(self, *operands: torch.Tensor) -> Any:
-        """What it gives for these `operands`."""
+        """The result of the call for `operands`."""
         args, kwargs = map_arg(self._arguments, dict(zip(self.operands, operands, strict=True)).__getitem__)
         return self.node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _known(val: torch.Tensor) -> tuple[Any, ...]:
-    """What is known of a tensor beside its values."""
+    """The metadata of a tensor."""
     return val.dtype, val.device, tuple(val.shape), val.stride(), val.storage_offset(), val.requires_grad
 
 
 def _like(val: torch.Tensor) -> torch.Tensor:
-    """A tensor of which the same is known."""
+    """A tensor with the same metadata."""
     reach = sum((n - 1) * stride for n, stride in zip(val.shape, val.stride(), strict=True))
     memory = torch.empty(val.storage_offset() + max(0, reach + 1), dtype=val.dtype, device=val.device)
     return memory.as_strided(val.shape, val.stride(), val.storage_offset()).requires_grad_(val.requires_grad)
 
 
 class _Written:
-    """What `first`, the first call of a kind, was written as: a graph of its operands."""
+    """The decomposition of `first`, the first call of a kind, as a graph of its operands."""
 
     def __init__(self, first: fx.Node, graph: fx.Graph) -> None:
         self._first, self._graph = first, graph
 
     def copy(self, made: fx.Graph, call: _TracedCall) -> Any:
-        """What `call` gives, written into `made`: a node, several, or nothing. Raises KeyError where the graph has more
-        than operands and calls, such as constants."""
+        """Write the decomposition of `call` into `made`, and return its results: a node, several, or none. Raises
+        KeyError where the graph has more than operands and calls, such as constants."""
         own = dict(zip(self._graph.find_nodes(op="placeholder"), call.operands, strict=True))
         for node in self._graph.nodes:
             if node.op == "output":

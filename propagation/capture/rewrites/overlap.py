@@ -1,5 +1,5 @@
-"""Which tensors share memory. A write to one shows in the others, and no graph that was captured from separate tensors
-says so."""
+"""Finds tensors that share memory: a write to one shows in the others, which a graph captured from separate tensors
+misses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-Span = tuple[int, int, int]  # a storage, and from where to where in it, in bytes
+Span = tuple[int, int, int]  # a storage, and the start and end of a range in it, in bytes
 
 
 def span_of(tensor: Tensor) -> Span | None:
-    """Where a tensor is in memory; None for one without memory of its own."""
+    """The memory range of a tensor; None for a tensor without elements or without memory of its own."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     if not tensor.numel():
@@ -23,7 +23,7 @@ def span_of(tensor: Tensor) -> Span | None:
 
 
 class MemoryRanges:
-    """Where named tensors are in memory, and which of them are written to. `more`: others to compare with."""
+    """The memory ranges of named tensors, and whether they are written to. `more`: ranges of others to compare with."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor, bool]] = (), more: MemoryRanges | None = None) -> None:
         self._known: dict[int, list[tuple[str, Span, bool]]] = {}  # by storage
@@ -32,7 +32,7 @@ class MemoryRanges:
             self.take(name, tensor, written)
 
     def take(self, name: str, tensor: Tensor, written: bool) -> str | None:
-        """Add a tensor. Returns the name of another one that shares memory with it, if one of the two is written to."""
+        """Add a tensor. Returns the name of a tensor that shares memory with it, if one of the two is written to."""
         span = span_of(tensor)
         if span is None:
             return None
@@ -46,7 +46,7 @@ class MemoryRanges:
 
 
 def shared(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
-    """The names of tensors that share memory, each with one before it."""
+    """Pairs of names of tensors that share memory; the second is later in `named`."""
     memory = MemoryRanges()
     for name, tensor in named:
         if (other := memory.take(name, tensor, True)) is not None:

@@ -1,14 +1,13 @@
-"""The operator that calls a Python function, which capture wrote as text: control flow, and operators that write.
+"""The operator that calls a Python function that capture wrote as text: control flow, and operators that write.
 
-    partway::run(operands, key)      what the Python functions called `key` make of the operands: `forward` with their
-                                     values, `like` with their shapes alone
+    partway::run(operands, key)      the results of the Python functions with the key `key`: `forward` computes them
+                                     from values, `like` from shapes alone
     partway::run_backward(gradients, operands, key)
                                      the gradients of the operands: `forward` runs again and is differentiated
 
-Every device runs the whole call. The key is a digest of the text, so that a graph stays a plain list of calls and can
-be kept on disk: the next start captures the same text, and finds it under the same key. A key that capture did not make
-here runs nothing, wherever the call comes from: an operator that ran a text would run whatever a file with a program
-says.
+Every device runs the whole call. The key is a digest of the text, so that a graph stays a plain list of calls on disk:
+the next start captures the same text, and finds it under the same key. A key that capture did not make in this process
+is refused: an operator that ran a text would run any code in a file with a program.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..registration import define
 
 @dataclass(frozen=True)
 class CapturedFunctions:
-    """What capture wrote, and the functions that it defines."""
+    """A text that capture wrote, and the functions that it defines."""
 
     text: str
     forward: Callable[..., Sequence[Tensor]]
@@ -38,7 +37,7 @@ class CapturedFunctions:
 
 
 def made_of(text: str) -> str:
-    """The key of the functions that `text`, which capture wrote, defines."""
+    """Define the functions of `text`, which capture wrote, and return their key."""
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in FUNCTIONS:
         names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
@@ -59,7 +58,7 @@ def functions_of(key: str) -> CapturedFunctions:
 
 
 def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    """`results` in memory that no operand and no other result has."""
+    """`results`, with copies of those that share memory with an operand or another result."""
     taken = {storage_key(operand) for operand in operands}
     own = []
     for result in results:

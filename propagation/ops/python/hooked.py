@@ -1,8 +1,8 @@
-"""The operators that call hooks of modules and tensors: Python that runs at each call, on values that are whole.
+"""The operators that call hooks of modules and tensors: Python that runs at each call, on whole values.
 
-    partway::hooked(xs, key)              the tensors xs; their gradients go through the hook `key` on the way back
-    partway::hooked_backward(gs, key)     what that hook makes of the gradients
-    partway::observed(xs, read, key)      the tensors xs, which the hook `key` has seen together with those in `read`
+    partway::hooked(xs, key)              the tensors xs; in the backward their gradients pass through the hook `key`
+    partway::hooked_backward(gs, key)     the gradients that the hook returns
+    partway::observed(xs, read, key)      the tensors xs, after a call of the hook `key` with them and those in `read`
 
 Hooks are collected while a function is captured (`capture/hooks/hooks.py`).
 """
@@ -25,15 +25,15 @@ from ..registration import define
 
 @dataclass(frozen=True, eq=False)
 class Hook:
-    """A user's hook: the words for it, and what calls it with the tensors of its operator."""
+    """A user's hook: its name in messages, and a function that calls it with the tensors of its operator."""
 
     words: str
     call: Callable[[list[Tensor]], Sequence[Tensor] | None]
-    attached: tuple[bool, ...] = ()  # of what is observed: whether it needs a gradient
+    attached: tuple[bool, ...] = ()  # whether each observed tensor needs a gradient
 
 
 def number_of(hook: Hook) -> int:
-    """A new number by which the operators find `hook` as long as somebody holds it."""
+    """A new number by which the operators find `hook` while it is referenced elsewhere."""
     number = next(keyed.NUMBERS)
     keyed.HOOK_OF[number] = hook
     return number
@@ -45,7 +45,7 @@ def _hook(key: int) -> Hook:
 
 
 class _Attached(torch.autograd.Function):
-    """What a hook that only observes sees of a tensor that needs a gradient: no gradient may come back from there."""
+    """The view that an observing hook gets of a tensor that needs a gradient: no gradient may come back from it."""
 
     @staticmethod
     def forward(ctx: Any, words: str, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Raises RuntimeStateError."""
+        """Raise RuntimeStateError."""
         raise RuntimeStateError(
             f"a gradient reached a tensor that {ctx.words} has kept, and would not go on into the sharded function; "
             "let the hook keep it in a dict or an attribute (not by other means), or let the module return it"
@@ -132,10 +132,10 @@ observed = define(
     backward=_observed_backward, keep=_keep_count,
 )  # fmt: skip
 HOOKS = frozenset({hooked, hooked_backward, observed})
-for _operator in (hooked, observed):  # nobody may need what they return
+for _operator in (hooked, observed):  # their results may be unread
     has_side_effect(_operator)
 
 
 def calls_hook(node: fx.Node) -> bool:
-    """Whether a call runs a user's hook: once for all ranks, and not again."""
+    """Whether a call runs a user's hook, which must run once for all ranks."""
     return node.target in (hooked_backward, observed)

@@ -2,12 +2,12 @@
 
     partway::manual(operands, key)   the results of the manual function called `key`
 
-The key is a digest of all that the manual function is. A graph with the call is a plain list of calls and can be kept
-on disk; the next start traces the same manual function, and finds it under the same key. Lowering writes the manual
-function in its place.
+The key is a digest of the manual function's contents. A graph with the call is a plain list of calls on disk; the next
+start traces the same manual function, and finds it under the same key. Lowering writes the manual function in its
+place.
 
-    partway::alike(x, largest, least, name)   x, of which all ranks should have the same: of their values these are the
-                                              largest and the least. Written with PARTWAY_VERIFY=1 only
+    partway::alike(x, largest, least, name)   x, after a check that it is the same on all ranks: `largest` and `least`
+                                              are the extremes over the ranks. Only with PARTWAY_VERIFY=1
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..registration import define
 
 
 class ManualFacts(Protocol):
-    """What the call itself needs to know of a manual function."""
+    """The facts about a manual function that its call needs."""
 
     @property
     def word(self) -> str:
-        """What plans call it."""
+        """Its name in plans."""
         ...
 
     @property
     def results(self) -> Sequence[Any]:
-        """What each result is: `shape` of the whole tensor, `dtype` and `device`."""
+        """Values with the `shape` of each whole result, its `dtype` and its `device`."""
         ...
 
 
 def keep(key: str, manual: ManualFacts) -> None:
-    """Let the manual function be known by its key. An equal one that is known already stays."""
+    """Register the manual function under its key, unless an equal one is registered."""
     MANUALS.setdefault(key, manual)
 
 
@@ -81,7 +81,7 @@ def _alike_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """A gradient passes as it is."""
+    """Keep nothing: gradients pass unchanged."""
 
 
 # -- The operators

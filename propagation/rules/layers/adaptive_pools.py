@@ -1,8 +1,8 @@
 """Adaptive pools, whose windows depend on the size of their input, dim by dim.
 
-A mean to one place is a sum over the dim; where the places divide the dim it is a plain pool; otherwise windows are of
-several sizes and overlap, and the pool is a product with the matrix of what is in which. Sums and products have an
-addend for each part of the dim, so the small result is added up in place of gathering the map.
+A mean to one place is a sum over the dim. If the number of places divides the dim, it is a plain pool. Otherwise the
+windows have several sizes and overlap, and the pool is a product with a 0-1 matrix of which element is in which window.
+Sums and products have an addend for each part of the dim, so the small result is reduced and the map is not gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST = {1: aten.max_pool1d.default, 2: aten.max_pool2d.default, 3: aten.max_
 
 
 def _average(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Each pooled dim in the cheapest of the three ways, those that leave least first."""
+    """Pool each dim in the cheapest of the three ways, those with the smallest result first."""
     x, places = operands(node)[0], argument(node, "output_size")
     if math.prod(shape(x)) == 0:
         return b(aten.reshape.default, x, list(shape(node)))
@@ -45,8 +45,8 @@ def _average(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _by_matrix(b: Builder, x: fx.Node, dim: int, places: int) -> fx.Node:
-    """The means of windows i of `dim`, from floor(i n / m) to ceil((i + 1) n / m): the sums of what lies in them,
-    exact in any dtype, by their sizes."""
+    """The means over the windows i of `dim`, from floor(i n / m) to ceil((i + 1) n / m): their sums, by an exact 0-1
+    matrix in any dtype, divided by their sizes."""
     size, val = shape(x)[dim], value(x)
     start = b(aten.arange.start_step, 0, places * size, size, device=val.device)  # both in units of 1 / m
     at = b(aten.arange.start_step, 0, places * size, places, device=val.device)
@@ -61,7 +61,7 @@ def _by_matrix(b: Builder, x: fx.Node, dim: int, places: int) -> fx.Node:
 
 
 def _maximum(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """A plain pool where the places divide every dim, and nobody asks where the largest are."""
+    """A plain pool where the places divide every dim, and nothing reads the indices of the maxima."""
     x, places = operands(node)[0], argument(node, "output_size")
     sizes = shape(x)[-len(places) :]
     where = any(item.args[1] == 1 for item in node.users)

@@ -1,6 +1,6 @@
 """scaled_dot_product_attention: batch, heads and queries split, and each query sees all keys.
 
-A rank that has a part of the queries of a causal attention is told which: its mask begins elsewhere.
+In causal attention, the mask of a rank with a part of the queries starts at the first of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Each head of keys serves a group of heads of queries, and is the major part of their factor. In the padding of an
-    uneven shard a mask of ones hides nothing: a softmax over no key is not a number."""
+    """Each key head serves a group of query heads, and is the major part of their factor. In the padding of an uneven
+    shard a mask is filled with ones, which hide nothing: a softmax over no key is NaN."""
     if argument(node, "dropout_p"):
         return None
     q, k, v, *mask = (shape(o) for o in operands(node))
@@ -39,7 +39,7 @@ def attention(node: fx.Node) -> Rule | None:
 
 
 def _heads(node: fx.Node, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[str, str]:
-    """The factors of the heads of keys and values, and of those of queries."""
+    """The factors of the heads of keys and values, and of the heads of queries."""
     if not argument(node, "enable_gqa") or q[-3] == k[-3] == v[-3]:
         return "h", "h"
     if k[-3] != v[-3]:
@@ -53,7 +53,7 @@ def _text(size: tuple[int, ...], heads: str, rest: str) -> str:
 
 
 def _local_causal(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank with a part of the queries has a mask in place of `is_causal`."""
+    """Use a mask in place of `is_causal` on a rank with a part of the queries."""
     place = emit.position("s")
     if place is not None:
         starts = [start for start, _ in emit.cut("s").spans]
@@ -63,8 +63,8 @@ def _local_causal(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
-    """With dropout, attention is written out, so that its mask is the same in all layouts (see `random.py`). Raises
-    CaptureError where that would have to be the one of a fused kernel."""
+    """Write out attention with dropout, so that its dropout mask is the same in all layouts (see `random.py`). Raises
+    CaptureError where the mask would have to match that of a fused kernel."""
     p = argument(node, "dropout_p")
     q, k, v = operands(node)[:3]
     if not p:

@@ -1,7 +1,7 @@
-"""BatchNorm, and the operators that norms are written with (`ops/batch_norm.py`).
+"""BatchNorm, and the operators in terms of which norms are written (`ops/batch_norm.py`).
 
-In training the statistics of a batch are its moments, sums to which every part of the batch has an addend, or, with
-`batch_norm_parts`, those of each part by itself. `normalise` takes the statistics to each element.
+In training the statistics of a batch follow from its moments, sums to which every part of the batch has an addend; with
+`batch_norm_parts`, each part has its own. `normalise` applies the statistics to each element.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _moments_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_moments(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """The padding of an uneven shard adds nothing: there x is the shift, or zero."""
+    """Fill the padding of an uneven shard of x with the shift, or zero, so that it adds nothing."""
     x, shift = args
     for mask in emit.padding_masks(0, x):
         if shift is None:
@@ -65,14 +65,14 @@ def _sample_moments_rule(node: fx.Node) -> Rule | None:
 
 
 def _statistics_rule(node: fx.Node) -> Rule | None:
-    """Each channel (of each sample) by itself."""
+    """Channels (of each sample) are independent."""
     letters = without(letters_of(shape(node)), {0})
     return Rule((letters, *(letters[1:] for _ in operands(node)[1:])), (letters,), sizes_of(letters, shape(node)))
 
 
 def _normalise_rule(node: fx.Node) -> Rule | None:
-    """Each element by itself, with the vectors of its channel (dim 1), of all samples or of its own; linear in x with
-    the mean and the bias."""
+    """Elementwise, with the vectors of its channel (dim 1), of all samples or of each; jointly linear in x, the mean
+    and the bias."""
     size = shape(node)
     letters = letters_of(size)
     vectors = (letters[1:2] if len(shape(o)) == 1 else letters[:2] for o in operands(node)[1:])
@@ -87,7 +87,7 @@ def _normalise_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_normalise(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Where a rank has all of each group it is PyTorch's GroupNorm, which computes the moments itself."""
+    """Call PyTorch's GroupNorm, which computes the moments itself, where a rank has all of each group."""
     x, mean, var, weight, bias, eps = args
     groups = whole_groups(x, mean, var, emit.shapes.operands[0][1])
     dtypes = {value(o).dtype for o in operands(emit.node)[3:]} - {value(emit.node).dtype}
@@ -97,7 +97,7 @@ def _local_normalise(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _part_norm_rule(node: fx.Node) -> Rule | None:
-    """Each part of the batch (dim 0) and each channel (dim 2) by itself; the statistics are sums over the parts."""
+    """Parts of the batch (dim 0) and channels (dim 2) are independent; the statistics are sums over the parts."""
     size = shape(operands(node)[0])
     letters = without(letters_of(size), {1, *range(3, len(size))})
     part, _, channel, *_ = letters
@@ -110,8 +110,8 @@ def _part_norm_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_part_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | tuple[fx.Node, ...]:
-    """Where a rank has one part it is PyTorch's BatchNorm: one operator in place of some twenty small ones. Running
-    statistics of zero are moved by the share of a part, and so become its addends."""
+    """Call PyTorch's BatchNorm where a rank has one part: one operator in place of some twenty small ones. Running
+    statistics of zero, updated with the momentum 1 / parts, become the addends of the part."""
     x, weight, bias, parts, eps = args
     (first, *size), tensors = emit.shapes.operands[0], [value(o) for o in operands(emit.node)]
     dtype, device = tensors[0].dtype, tensors[0].device
@@ -130,15 +130,15 @@ def _local_part_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any
     return y, emit.call(aten.stack.default, shares), mean, rstd
 
 
-# What leads from moments of channels to the statistics of their group.
+# The operators between the moments of channels and the statistics of their group.
 _BETWEEN = frozenset({
     aten.expand.default, aten.reshape.default, aten.sum.dim_IntList, aten.unbind.int, aten.unsqueeze.default, statistics
 })  # fmt: skip
 
 
 def whole_groups(x: fx.Node, mean: fx.Node, var: fx.Node, channels: int) -> int | None:
-    """Into how many groups the local `normalise` of `x` takes its channels, or None if the statistics are not those of
-    the very same part of x: other ranks have a part of each group too, or it is another norm."""
+    """The number of groups of channels in the local `normalise` of `x`, or None if the statistics are not those of the
+    same part of x: other ranks also have a part of each group, or it is another norm."""
     groups, pair = channels, (mean, var)
     if any(node.target is not operator.getitem for node in pair) or mean.args[0] is not var.args[0]:
         return None
@@ -160,7 +160,7 @@ def _expand_batch_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def _expand_batch_norm_eval(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """aten._native_batch_norm_legit_no_training: by the running statistics."""
+    """aten._native_batch_norm_legit_no_training: with the running statistics."""
     x, weight, bias, mean, var, momentum, eps = node.args[:7]
     return _batch_norm_of(b, node, (x, weight, bias, mean, var), False, momentum, eps)
 
@@ -174,8 +174,8 @@ def _expand_batch_norm_stateless(b: Builder, node: fx.Node) -> tuple[fx.Node | N
 def _batch_norm_of(
     b: Builder, node: fx.Node, tensors: tuple[Any, ...], training: Any, momentum: Any, eps: Any
 ) -> tuple[fx.Node | None, ...]:
-    """In training the statistics are those of the moments, which are sums over the whole batch, or those of each part
-    of the batch. `tensors`: x, weight, bias, running mean and variance."""
+    """BatchNorm in terms of `moments`, `statistics` and `normalise`: in training with the statistics of the whole
+    batch, or of each part. `tensors`: x, weight, bias, running mean and variance."""
     x, weight, bias, old_mean, old_var = tensors
     if training and b.batch_norm_parts > 1 and not _is_synchronised(node):
         _check_parts(node, b.batch_norm_parts)
@@ -198,7 +198,7 @@ def _batch_norm_of(
     if not training and saved.shape == (0,):
         empty = b(aten.zeros.default, [0], dtype=saved.dtype, device=saved.device)
         return (y, empty, empty, new_mean, new_var)
-    mean, var = (b(aten.detach.default, s) for s in (mean, var))  # no gradient comes by what is saved of them
+    mean, var = (b(aten.detach.default, s) for s in (mean, var))  # the saved ones get no gradient
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
     return (y, mean, rstd, new_mean, new_var)
 
@@ -206,7 +206,7 @@ def _batch_norm_of(
 def _part_norm_of(
     b: Builder, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, momentum: Any, eps: Any
 ) -> tuple[fx.Node | None, ...]:
-    """Each part of the batch by its own statistics; the mean of these over the parts is kept."""
+    """BatchNorm of each part of the batch by its own statistics; running statistics take the mean over the parts."""
     parts, (batch, *rest) = b.batch_norm_parts, shape(x)
     split = b(aten.reshape.default, x, [parts, batch // parts, *rest])
     normed = b(part_norm, split, weight, bias, parts, eps)
@@ -222,13 +222,13 @@ def _part_norm_of(
 
 
 def _is_synchronised(node: fx.Node) -> bool:
-    """Whether `node` is a SyncBatchNorm's, which asks for the statistics of the whole batch."""
+    """Whether `node` belongs to a SyncBatchNorm, which needs the statistics of the whole batch."""
     kinds = (kind for _, kind in (node.meta.get("nn_module_stack") or {}).values())
     return any(str(kind).endswith(".SyncBatchNorm") for kind in kinds)
 
 
 def _check_parts(node: fx.Node, parts: int) -> None:
-    """Raise StrategyError unless each of `parts` parts of the batch has statistics of its own."""
+    """Raise StrategyError unless the batch divides into `parts` parts, each with a variance."""
     size = shape(operands(node)[0])
     part = [size[0] / parts, *size[2:]]
     if size[0] % parts:
@@ -245,7 +245,7 @@ def _check_parts(node: fx.Node, parts: int) -> None:
 
 
 def _parts_of(size: tuple[int, ...]) -> str:
-    """The numbers of parts that a batch can be cut into so that each has statistics, as text."""
+    """The possible numbers of parts of a batch, each with a variance, as text."""
     counts = [str(n) for n in range(1, size[0] + 1) if size[0] % n == 0 and math.prod(size) != n * size[1]]
     return " or ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts)
 

@@ -1,7 +1,7 @@
 """Convolutions: batch, output channels, input channels (summed), groups, and space.
 
-Spatial dims are split like others: the slice of the result that a rank computes is made of a window of the operand
-(`windows.py`), and the local form is the operator itself, without padding along the dims that are split.
+Spatial dims split too: a rank's slice of the result depends on a window of the operand (`windows.py`), and the local
+form is the operator itself, without padding along the split dims.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..windows import Halo, Reach, Spread, Strided
 aten = torch.ops.aten
 
 _PAD = aten.constant_pad_nd.default
-# Convolutions whose padding is a word, and those that take numbers.
+# Convolutions with padding as a word, and their overloads with numbers.
 _WITH_NUMBERS: dict[Any, Any] = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
@@ -33,7 +33,7 @@ _WITH_NUMBERS: dict[Any, Any] = {
 _BY_RANK = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 
 
-# -- What rules of one operand share -----------------------------------------------------------------------------------
+# -- Convolutions ------------------------------------------------------------------------------------------------------
 
 
 def padding_of(node: fx.Node, count: int) -> list[tuple[int, int]]:
@@ -66,7 +66,7 @@ def _convolution(
     node: fx.Node, reaches: Sequence[Reach], fill: float | str, local: Localize, transposed: bool = False
 ) -> Rule:
     """The rule of a convolution with the `reaches` of its spatial dims. The weight is [output channels, input channels
-    of a group, ...], of a transposed one [input channels, output channels of a group, ...]."""
+    of a group, ...], or [input channels, output channels of a group, ...] if `transposed`."""
     x, weight = operands(node)[:2]
     count = len(reaches)
     groups = argument(node, "groups") or 1
@@ -91,7 +91,7 @@ def _convolution(
     operand_count = len(operands(node))
     halos = tuple(Halo(0, part, reaches[d], fill) for d in range(count) for part in space[d])
     bias = frozenset({2} if operand_count == 3 else ())
-    # not in the image where what is beyond its ends is an addend of its own
+    # not linear in the image if the padding beyond its ends is a nonzero number
     linear = tuple(bias | {i} for i in (0, 1) if i or fill == 0.0 or fill in REPEATS)
     spread = shape(x) if transposed else shape(node)
     return Rule(
@@ -101,7 +101,7 @@ def _convolution(
 
 
 def _groups(emit: Emitter, count: int) -> int:
-    """The groups of a convolution whose channels a rank has."""
+    """The number of groups whose channels a rank has."""
     place = -count - 1
     held, whole = emit.shapes.operands[0][place], emit.whole[0][place]
     groups: int = argument(emit.node, "groups")
@@ -109,7 +109,7 @@ def _groups(emit: Emitter, count: int) -> int:
 
 
 def _local_convolution(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A window is padded already. A rank that holds a part of the groups convolves that many."""
+    """Drop the padding along dims with a window, which is already padded; convolve only the rank's groups."""
     node = emit.node
     count = len(emit.whole[1]) - 2
     values: dict[str, Any] = {"groups": _groups(emit, count)} if argument(node, "groups") != 1 else {}
@@ -129,7 +129,7 @@ def _local_convolution(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _after_padding(emit: Emitter, args: tuple[Any, ...], pad: list[int], values: dict[str, Any], count: int) -> fx.Node:
-    """A padded convolution as its two operators; without the first where the windows come with all padding."""
+    """A padded convolution as a pad and a convolution; without the pad where the windows have all padding."""
     x, weight, bias, _, mode, number, stride, dilation, groups = args
     if any(pad):
         x = emit.call(aten.pad.default, x, pad, mode, number if mode == "constant" else None)
@@ -152,7 +152,7 @@ def _spreads(node: fx.Node) -> list[Spread]:
 
 
 def _local_transposed(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """The rank's slice of what its window is spread over."""
+    """The rank's slice of the range over which its window is spread."""
     node, count = emit.node, len(emit.whole[1]) - 2
     split = spatial_dims(emit, count)
     values: dict[str, Any] = {}
@@ -168,11 +168,6 @@ def _local_transposed(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, An
         whole = own_part(emit, whole, dim, factor, spreads[dim - (len(emit.whole[0]) - count)])
     return whole
 
-
-# -- Pools -------------------------------------------------------------------------------------------------------------
-
-
-# -- Blocks ------------------------------------------------------------------------------------------------------------
 
 ROWS: dict[Any, Row | RowFunction] = {
     aten.conv1d.default: convolution,

@@ -1,6 +1,6 @@
-"""embedding_bag as lookups and sums, which split like any others: rows, features, indices, and bags.
+"""embedding_bag as lookups and sums, which split along rows, features, indices and bags.
 
-The rows that are looked up are kept, where PyTorch's operator keeps none.
+The backward keeps the looked-up rows; PyTorch's operator keeps none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def _bags(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """Stays whole where bags have a largest row and are unlike in length, where gradients are sparse or scaled, and
-    where something reads more than the bags."""
+    """None, so that the call stays whole, for the mode "max" with unequal bags or a padding_idx, for sparse or scaled
+    gradients, without indices, and where something reads more than the bags."""
     weight, indices, offsets = operands(node)[:3]
     mode, chances = argument(node, "mode"), argument(node, "per_sample_weights")
     padding = argument(node, "padding_idx") if "padding_idx" in argument_names(node) else None
@@ -53,7 +53,7 @@ def _bags(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
 
 
 def _length(offsets: fx.Node, indices: fx.Node) -> int | None:
-    """Of bags that are all as long, how long."""
+    """The common length of all bags, or None."""
     if offsets.target is not aten.arange.start_step:
         return None
     start, stop, *step = offsets.args
@@ -61,7 +61,7 @@ def _length(offsets: fx.Node, indices: fx.Node) -> int | None:
 
 
 def _stacked(b: Builder, rows: fx.Node, length: int | None) -> fx.Node:
-    """Bags of one length in a dim of their own."""
+    """Rows of bags of equal length as [bags, length, ...]."""
     assert length is not None
     count, *rest = shape(rows)
     return b(aten.reshape.default, rows, [count // length, length, *rest])

@@ -1,7 +1,7 @@
-"""_grouped_mm: rows of a matrix that are grouped one after another, each group multiplied by a matrix of its own.
+"""_grouped_mm: consecutive groups of a matrix's rows, each multiplied by its own matrix.
 
-`offsets` tells where each group ends. A rank with a part of the rows has in each group what is left of it there; one
-with a part of the matrices (of the experts of a model) has the rows of their groups, and zeros for the others.
+`offsets` holds the end of each group. A rank with a part of the rows has the part of each group that lies in it. A rank
+with a part of the matrices (the experts of a model) computes the rows of their groups, and zeros for the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _local_groups(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _own_groups(
     emit: Emitter, x: fx.Node, weight: fx.Node, offsets: fx.Node, rest: list[Any], kwargs: dict[str, Any]
 ) -> fx.Node:
-    """Rows after the last group are never written, neither of the result nor of the gradient: both are masked."""
+    """Multiply the rank's own groups. The kernel leaves rows after the last group unwritten, in the result and in the
+    gradient, so both are masked."""
     place, width = emit.position("e"), emit.shapes.operands[1][0]
     hidden = emit.call(others_rows, offsets, place, width, emit.shapes.operands[0][0])
     own = emit.call(part_slice, offsets, place, 0, emit.bounds("e")[:-1], width)

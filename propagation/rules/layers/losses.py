@@ -1,8 +1,7 @@
 """Losses: cross entropy, the pointwise losses, and CTC.
 
-A mean is a sum divided by the global number of what counts: of elements, or of valid targets. Cross entropy of plain
-classes is written with `class_terms` (`ops/cross_entropy.py`), sums over the classes, so that logits whose classes are
-split are never gathered.
+A mean is a sum divided by the global number of elements, or of valid targets. Cross entropy of plain classes uses
+`class_terms` (`ops/cross_entropy.py`), sums over the classes, so that logits with split classes are never gathered.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch.nn._reduction's codes
 _REDUCTIONS = {"none": 0, "mean": _MEAN, "sum": _SUM}
 
-# Losses that are not zero where their operands are, as in the padding of uneven shards that are summed.
+# Losses that are not zero for zero operands, as in the padding of uneven shards, and so are summed apart.
 _SUMMED_APART = (
     aten.binary_cross_entropy_with_logits.default, aten.multilabel_margin_loss.default, aten.soft_margin_loss.default,
 )  # fmt: skip
 
-# What only moves elements, so that a cast may as well come after it.
+# Operators that only move elements, so that a cast may come after them.
 _MOVES = {
     aten._unsafe_view.default, aten.clone.default, aten.flatten.using_ints, aten.permute.default, aten.reshape.default,
     aten.slice.Tensor, aten.squeeze.dim, aten.transpose.int, aten.unsqueeze.default, aten.view.default,
@@ -44,7 +43,7 @@ _MOVES = {
 
 
 def _cross_entropy_rule(node: fx.Node) -> Rule | None:
-    """What expansion leaves (class weights, smoothing, probabilities), summed or per element: positions are
+    """Losses that expansion leaves (class weights, smoothing, probabilities), summed or per element: positions are
     independent, classes stay whole."""
     x, target = operands(node)[:2]
     if argument(node, "reduction") == 1:
@@ -64,7 +63,7 @@ def _cross_entropy_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_cross_entropy(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """In the padding of uneven shards the target is the ignored class."""
+    """Set the target to the ignored class in the padding of uneven shards."""
     x, target, *rest = args
     for mask in emit.padding_masks(0, x):
         x = emit.call(aten.masked_fill.Scalar, x, mask, 0.0)
@@ -74,7 +73,7 @@ def _local_cross_entropy(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _class_terms_rule(node: fx.Node) -> Rule | None:
-    """Sums over the classes (dim 1): a part of them gives an addend, the picked class one from the part it is in."""
+    """Sums over the classes (dim 1), to which each part has an addend; the picked class is in one part."""
     size = shape(operands(node)[0])
     letters = letters_of(size)
     positions = (letters[0], *letters[2:])
@@ -85,7 +84,7 @@ def _class_terms_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank with a part of the classes is told which. In the padding of uneven shards the target is some class."""
+    """Pass the bounds of the rank's classes. In the padding of uneven shards the target is set to class 0."""
     x, maximum, target, _, _, *rest = args
     for mask in emit.padding_masks(2, target):
         target = emit.call(aten.masked_fill.Scalar, target, mask, 0)
@@ -93,8 +92,8 @@ def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _loss_rule(node: fx.Node) -> Rule | None:
-    """Pointwise losses, summed or per element. What is summed is zero where its operands are (others are sums by
-    expansion)."""
+    """Pointwise losses, summed or per element. Summed losses are zero for zero operands (expansion sums the others
+    apart)."""
     rule = pointwise()(node) if argument(node, "reduction") == 0 else None
     if rule is not None or argument(node, "reduction") != 2:
         return rule
@@ -105,14 +104,14 @@ def _loss_rule(node: fx.Node) -> Rule | None:
 
 
 def _rows_of_classes_rule(node: fx.Node) -> Rule:
-    """multilabel_margin_loss of each sample: its classes belong together."""
+    """multilabel_margin_loss per sample: its classes stay whole."""
     size = shape(operands(node)[0])
     letters = without(letters_of(size), {len(size) - 1})
     return Rule((letters, letters), (letters[:-1],), sizes_of(letters, size), fill=0.0)
 
 
 def _ctc_rule(node: fx.Node) -> Rule:
-    """Sequences split, unless their labels are all in a row."""
+    """Sequences split, unless their labels are concatenated."""
     in_a_row = len(shape(operands(node)[1])) == 1
     return parse_row(Row("1 1 1, 1, 1, 1 -> 1" if in_a_row else "1 n 1, n 1, n, n -> n"), node)
 
@@ -121,7 +120,7 @@ def _ctc_rule(node: fx.Node) -> Rule:
 
 
 def _expand_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
-    """A mean over valid targets is the sum over them divided by their number (by their weights, if any)."""
+    """A mean over valid targets is the sum over them divided by their number, or by the sum of their weights."""
     x, target = operands(node)[:2]
     plain = argument(node, "weight") is None and not argument(node, "label_smoothing")
     if plain and not value(target).dtype.is_floating_point:
@@ -130,8 +129,8 @@ def _expand_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_linear_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node | None, ...]:
-    """In chunks of the batch or not, it is the cross entropy of a linear layer. (The other
-    results of PyTorch's operator are gradients computed in advance.)"""
+    """The cross entropy of a linear layer, in chunks of the batch or not. (The other results of PyTorch's operator are
+    gradients computed in advance.)"""
     names, (x, weight, target) = argument_names(node), operands(node)[:3]
     reduction = _REDUCTIONS[argument(node, "reduction")] if "reduction" in names else 0
     smoothing = argument(node, "label_smoothing") if "label_smoothing" in names else 0.0
@@ -142,7 +141,7 @@ def _expand_linear_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | tuple[f
 
 
 def _expand_nll(b: Builder, node: fx.Node) -> fx.Node | None:
-    """It is cross entropy if it is taken of a log_softmax that nothing else reads."""
+    """Cross entropy, if the operand is a log_softmax that nothing else reads."""
     x = operands(node)[0]
     if x.target is aten.log_softmax.int and len(x.users) == 1 and argument(node, "weight") is None:
         along, dtype = argument(x, "dim") % max(len(shape(x)), 1), argument(x, "dtype")
@@ -176,8 +175,8 @@ def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _before_widening(b: Builder, x: fx.Node) -> fx.Node:
-    """`x` in the dtype that it had before a cast to the one in which `class_terms` computes anyway, if only the loss
-    reads it: models cast their logits to float32 for the loss, and the copy would be the largest value of a step."""
+    """`x` before a cast to the dtype in which `class_terms` computes anyway, if only the loss reads it: models cast
+    their logits to float32 for the loss, and the copy would be the largest value of a step."""
     moves, cast = [], x
     while cast.target in _MOVES and len(cast.users) == 1:
         moves.append(cast)
@@ -194,7 +193,7 @@ def _before_widening(b: Builder, x: fx.Node) -> fx.Node:
 
 
 def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:
-    """The sum over the valid targets, divided by their global number, or by that of their weights."""
+    """The sum over the valid targets, divided by their global number, or by the sum of their weights."""
     if argument(node, "reduction") != _MEAN:
         return None
     (x, target), weight = operands(node)[:2], argument(node, "weight")

@@ -1,9 +1,10 @@
 """Norms with statistics of each sample: GroupNorm, InstanceNorm, and LayerNorm and RMSNorm of several dims.
 
-Their statistics are sums, so they split over batch, image and channels: `sample_moments` gives those of each channel,
-groups are sums of these small vectors, and `normalise` takes the statistics back to the channels (`batch_norm.py`). A
-LayerNorm of images is a GroupNorm: of one group, or, where the channels are not in it, of a group for each. Where a
-rank has all of each group, PyTorch's own operator runs instead (`whole_groups` in `batch_norm.py`).
+Their statistics are sums, so they split over batch, image and channels: `sample_moments` computes the sums of each
+channel, those of a group are sums of these small vectors, and `normalise` applies the statistics to the channels
+(`batch_norm.py`). A LayerNorm of images is a GroupNorm with one group, or with a group for each channel if it does not
+normalise over channels. Where a rank has all of each group, PyTorch's own operator runs instead (`whole_groups` in
+`batch_norm.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 
 def _layer_norm_rule(node: fx.Node) -> Rule | None:
-    """layer_norm and rms_norm: the dims that are normalised stay whole."""
+    """layer_norm and rms_norm: the normalised dims stay whole."""
     x = operands(node)[0]
     size, count = shape(x), len(argument(node, "normalized_shape"))
     letters = without(letters_of(size), range(len(size) - count, len(size)))
@@ -40,7 +41,7 @@ def _layer_norm_rule(node: fx.Node) -> Rule | None:
 
 
 def _group_norm_rule(node: fx.Node) -> Rule | None:
-    """Each sample by itself, where expansion leaves it."""
+    """Samples are independent, in the calls that expansion leaves."""
     x = operands(node)[0]
     letters = without(letters_of(shape(x)), range(1, len(shape(x))))
     sizes = sizes_of(letters, shape(x))
@@ -48,7 +49,7 @@ def _group_norm_rule(node: fx.Node) -> Rule | None:
 
 
 def _native_norm_rule(node: fx.Node) -> Rule:
-    """native_layer_norm and native_group_norm: the dims before those that statistics are taken over are independent."""
+    """native_layer_norm and native_group_norm: the dims before the normalised ones are independent."""
     x, *vectors = operands(node)
     size = shape(x)
     layer = "normalized_shape" in argument_names(node)
@@ -62,7 +63,7 @@ def _native_norm_rule(node: fx.Node) -> Rule:
 
 
 def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """native_group_norm names the number of samples."""
+    """Pass the local number of samples to native_group_norm."""
     args, kwargs = replaced(emit.node, args, kwargs, N=emit.shapes.operands[0][0])
     return emit.call(emit.node.target, *args, **kwargs)
 
@@ -83,7 +84,7 @@ def _group_statistics(b: Builder, x: fx.Node, groups: int) -> fx.Node:
 
 
 def _by_group(b: Builder, vector: fx.Node, groups: int) -> fx.Node:
-    """[..., channels] -> [..., groups], added up."""
+    """[..., channels] -> [..., groups], summed over the channels of a group."""
     *lead, channels = shape(vector)
     if groups == channels:
         return vector
@@ -92,7 +93,7 @@ def _by_group(b: Builder, vector: fx.Node, groups: int) -> fx.Node:
 
 
 def _by_channel(b: Builder, vector: fx.Node, channels: int) -> fx.Node:
-    """[..., groups] -> [..., channels], each group's number for all of its channels."""
+    """[..., groups] -> [..., channels], repeated for the channels of a group."""
     *lead, groups = shape(vector)
     if groups == channels:
         return vector
@@ -101,13 +102,13 @@ def _by_channel(b: Builder, vector: fx.Node, channels: int) -> fx.Node:
 
 
 def _normalised(b: Builder, x: fx.Node, stats: fx.Node, weight: Any, bias: Any, eps: float) -> fx.Node:
-    """`x` by the statistics [2, N, groups] of its groups."""
+    """`x` normalised by the statistics [2, N, groups] of its groups."""
     both = b(aten.unbind.int, _by_channel(b, stats, shape(x)[1]))
     return b(normalise, x, b(operator.getitem, both, 0), b(operator.getitem, both, 1), weight, bias, eps)
 
 
 def _splits(x: fx.Node) -> bool:
-    """Whether there is anything to split but batch and channels."""
+    """Whether there are dims to split besides batch and channels."""
     return math.prod(shape(x)[2:]) > 1 and math.prod(shape(x)) > 0
 
 
@@ -133,8 +134,9 @@ def _expand_native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None
 
 
 def _expand_instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """In training by the statistics of each sample's channel, else by the running ones. Unseen by torch.export, the
-    running statistics move too, by the means over the samples of their means and of their unbiased variances."""
+    """InstanceNorm with the statistics of each sample's channels, or with the running ones in evaluation. The running
+    statistics, whose update torch.export does not see, move towards the means over the samples of their means and
+    unbiased variances."""
     x, eps = operands(node)[0], argument(node, "eps")
     weight, bias = argument(node, "weight"), argument(node, "bias")
     old_mean, old_var = argument(node, "running_mean"), argument(node, "running_var")
@@ -152,8 +154,8 @@ def _expand_instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Over several dims it is a GroupNorm, with weight and bias for each element. Over the last dim alone, as in
-    transformers, PyTorch's operator runs: it is faster, and nobody splits that dim."""
+    """A LayerNorm over several dims is a GroupNorm with a weight and bias for each element. Over the last dim alone, as
+    in transformers, PyTorch's operator runs: it is faster, and that dim is rarely split."""
     x, dims = operands(node)[0], len(argument(node, "normalized_shape"))
     if dims == 1 or math.prod(shape(x)) == 0:
         return None
@@ -170,7 +172,7 @@ def _expand_layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_rms_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Over several dims x / sqrt(mean of squares + eps) * weight; over the last dim alone as in a LayerNorm."""
+    """x / sqrt(mean of squares + eps) * weight over several dims; over the last dim alone PyTorch's operator runs."""
     x, weight, eps = operands(node)[0], argument(node, "weight"), argument(node, "eps")
     dims = len(argument(node, "normalized_shape"))
     if dims == 1:

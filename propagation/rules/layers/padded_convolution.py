@@ -1,9 +1,9 @@
-"""Convolutions that take the padding before them upon themselves.
+"""Fuses a pad into the convolutions that read it.
 
-A convolution that pads otherwise than with zeros (`padding_mode="reflect"`), or by another number of elements before an
-image than after it, is captured as a pad and a convolution. Split along the image, each would exchange windows by
-itself. Where only convolutions read the padded tensor, each becomes one operator, `partway::padded_convolution`, whose
-windows come with the padding; lowering writes it as the two operators again, or as the second one.
+A convolution that does not pad with zeros (`padding_mode="reflect"`), or pads by different amounts before and after an
+image, is captured as a pad and a convolution. Split along the image, each would exchange its own windows. Where only
+convolutions read the padded tensor, each becomes one operator, `partway::padded_convolution`, whose windows include the
+padding; lowering writes it as the two operators again, or as the convolution alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 
 
 def absorb(module: fx.GraphModule) -> None:
-    """Make one operator of every pad and the convolutions that read it, where the result is the same (in place; capture
-    owns the module)."""
+    """Fuse every pad into the convolutions that read it, where the result is the same (in place; capture owns the
+    module)."""
     for pad in list(module.graph.nodes):
         if pad.target in _PADS and pad.users and all(_takes(reader, pad) for reader in pad.users):
             for reader in list(pad.users):
@@ -36,14 +36,14 @@ def absorb(module: fx.GraphModule) -> None:
 
 
 def _takes(reader: fx.Node, pad: fx.Node) -> bool:
-    """Whether `reader` is a convolution that takes the padding of its operand upon itself."""
+    """Whether `reader` is a convolution that can absorb the padding of its operand."""
     if reader.target not in _CONVOLUTIONS or reader.args[0] is not pad:
         return False
     mode, number = _filled(pad)
     count = len(shape(reader.args[1])) - 2  # type: ignore[arg-type]
     own = any(per_dim(argument(reader, "padding"), count))
     spatial = not any(argument(pad, "pad")[2 * count :])
-    if mode == "circular" and min(argument(pad, "pad")) < 0:  # PyTorch cuts before it comes round
+    if mode == "circular" and min(argument(pad, "pad")) < 0:  # PyTorch cuts before it wraps around
         return False
     return spatial and (not own or (mode == "constant" and number == 0)) and not math.isnan(number)
 
@@ -55,7 +55,7 @@ def _filled(pad: fx.Node) -> tuple[str, float]:
 
 
 def _absorbed(b: Builder, conv: fx.Node, pad: fx.Node) -> fx.Node:
-    """The convolution of what `pad` pads, with the padding of both."""
+    """The convolution of the operand of `pad`, with the padding of both."""
     weight: Any = conv.args[1]
     count = len(shape(weight)) - 2
     own = per_dim(argument(conv, "padding"), count)

@@ -1,7 +1,7 @@
-"""Pools, and what lays out the blocks of an image (unfold, fold): operators on a neighbourhood of each element.
+"""Pools, unfold and fold: operators on a neighbourhood of each element.
 
-Like convolutions they are made of windows (`windows.py`). On a window, which has its padding already, the operator runs
-without any; indices are counted in the whole image again, and means divide by what PyTorch counts.
+Like convolutions they read windows (`windows.py`). On a window, which is already padded, the operator runs without
+padding; indices are then translated to the whole image, and means are scaled to divide by PyTorch's counts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 def max_pool(node: fx.Node) -> Rule:
-    """Pools that take the largest element; those beyond the ends are less than any."""
+    """Max pools; the padding beyond the ends is less than any element."""
     tensor, beyond = results_of(node)[0], any(_pool_sizes(node)[2]) or argument(node, "ceil_mode")
     least = -math.inf if tensor.dtype.is_floating_point else float(torch.iinfo(tensor.dtype).min)
     return over_dims(node, _pool_reaches(node), least if beyond else 0.0, linear=False, local=_local_max_pool)
 
 
 def _count(node: fx.Node) -> int:
-    """How many dims an operator works along, which its name says."""
+    """The number of dims that an operator works along, from its name."""
     return next(int(letter) for letter in str(node.target) if letter.isdigit())
 
 
@@ -62,7 +62,7 @@ def _pool_sizes(node: fx.Node) -> tuple[list[int], list[int], list[int], list[in
 
 
 def _without_padding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """The operator itself on windows, which are padded already; its argument called padding is of the last dims."""
+    """The operator itself on windows, which are already padded; its `padding` is for the last dims."""
     count = _count(emit.node)
     split = spatial_dims(emit, count)
     if split:
@@ -72,7 +72,7 @@ def _without_padding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _local_max_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | tuple[fx.Node, ...]:
-    """The indices that some pools return are those of the whole image."""
+    """The local pool; indices, which some pools return, are those of the whole image."""
     pooled = _without_padding(emit, args, kwargs)
     if not emit.windows or len(results_of(emit.node)) == 1:
         return pooled
@@ -81,7 +81,7 @@ def _local_max_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _global_index(emit: Emitter, index: fx.Node) -> fx.Node:
-    """Places in an image whose rows are one after another, counted in the window, counted in the whole."""
+    """Translate flat indices into the window to flat indices into the whole image."""
     whole, windows = emit.whole[0], {window.dim: (f, window) for (_, f), window in emit.windows.items()}
     first = len(whole) - _count(emit.node)
     total: fx.Node | None = None
@@ -101,8 +101,8 @@ def _global_index(emit: Emitter, index: fx.Node) -> fx.Node:
 
 
 def avg_pool(node: fx.Node) -> Rule:
-    """Pools that take the mean, each of as many elements as PyTorch says. A mean of integers is rounded: it is not the
-    sum of those of addends, and near the ends no factor makes one mean of another."""
+    """Average pools, with PyTorch's divisors. A mean of integers is rounded: it is not a sum of the means of addends,
+    and near the ends no factor turns one mean into another."""
     reaches = _pool_reaches(node)
     if value(node).dtype.is_floating_point:
         return over_dims(node, reaches, local=_local_avg_pool)
@@ -110,7 +110,7 @@ def avg_pool(node: fx.Node) -> Rule:
 
 
 def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """On a window each mean is one of a full kernel; near the ends PyTorch may divide by less."""
+    """On a window each mean is over a full kernel; rescale those near the ends, where PyTorch may divide by less."""
     means = _without_padding(emit, args, kwargs)
     node = emit.node
     if "divisor_override" in argument_names(node) and argument(node, "divisor_override") is not None:
@@ -140,8 +140,8 @@ def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def im2col(node: fx.Node) -> Rule:
-    """unfold: blocks of an image become columns; the dim of blocks is merged of their rows and their columns. Rows are
-    split; columns where there is one row of blocks."""
+    """unfold: blocks of an image become columns; the dim of blocks merges their rows and columns. Rows split; columns
+    split if there is one row of blocks."""
     size = shape(operands(node)[0])
     blocks = _blocks(node, size[-2:])
     dim = 1 if blocks[0] == 1 else 0
@@ -157,7 +157,7 @@ def im2col(node: fx.Node) -> Rule:
 
 
 def _block_sizes(node: fx.Node) -> list[tuple[int, int, int]]:
-    """Of im2col and col2im, for each dim the extent of a block, the stride and the padding."""
+    """The extent of a block, the stride and the padding of im2col or col2im, for each dim."""
     kernel, strides, paddings, dilations = (
         per_dim(argument(node, name), 2) for name in ("kernel_size", "stride", "padding", "dilation")
     )
@@ -165,7 +165,7 @@ def _block_sizes(node: fx.Node) -> list[tuple[int, int, int]]:
 
 
 def _blocks(node: fx.Node, image: Sequence[int]) -> list[int]:
-    """How many blocks of `image` im2col makes along each dim."""
+    """The number of blocks that im2col makes of `image` along each dim."""
     every = zip(image, _block_sizes(node), strict=True)
     return [(size + 2 * padding - extent) // stride + 1 for size, (extent, stride, padding) in every]
 
@@ -175,8 +175,8 @@ def _local_im2col(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def col2im(node: fx.Node) -> Rule:
-    """fold: columns are added up where their blocks are in an image. The rows of the image are split, whose reach in
-    the merged dim of blocks is whole rows of blocks; its columns where there is one row of blocks."""
+    """fold: adds columns up at the places of their blocks in an image. The rows of the image split, whose reach in the
+    merged dim of blocks is whole rows of blocks; columns split if there is one row of blocks."""
     (columns,), image = operands(node), [int(n) for n in argument(node, "output_size")]
     size, (dim, reach) = shape(columns), _folded(node, image)
     factor: tuple[str, ...] = () if 1 in (size[-1], image[dim]) else (f"s{dim}",)
@@ -190,7 +190,7 @@ def col2im(node: fx.Node) -> Rule:
 
 
 def _folded(node: fx.Node, image: Sequence[int]) -> tuple[int, WholeRows]:
-    """Which dim of the image that col2im makes can be split, and the reach of its slices among the blocks."""
+    """The dim of col2im's image that can be split, and the reach of its slices among the blocks."""
     rows, columns = _blocks(node, image)
     dim = 1 if rows == 1 else 0
     return dim, WholeRows(Spread(*_block_sizes(node)[dim]), 1 if dim else columns)
@@ -213,7 +213,7 @@ def _local_col2im(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def blocks_of(node: fx.Node) -> Rule:
-    """Tensor.unfold: blocks of one dim, in a new last dim. (A number has no dim to split.)"""
+    """Tensor.unfold: blocks of one dim, in a new last dim. (A 0-dim tensor has no dim to split.)"""
     count, reach = len(shape(operands(node)[0])), Strided(argument(node, "size"), argument(node, "step"))
     return over_dims(node, {argument(node, "dimension") % count: reach} if count else {})
 

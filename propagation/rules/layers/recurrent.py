@@ -17,17 +17,17 @@ aten = torch.ops.aten
 
 
 def lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """torch.lstm, whose states have the shape of those it takes: torch 2.11 traces them with a dim too many. (PyTorch's
-    kernels return the right ones, so `true_states` only corrects what was traced.)"""
+    """torch.lstm with states of the shape of its initial states: torch 2.11 traces them with an extra dim. (PyTorch's
+    kernels return the right shape, so `true_states` only corrects the trace.)"""
     y, *states = torch.lstm(*args, **kwargs)
     initial = kwargs["hx"] if "hx" in kwargs else args[1]
-    if isinstance(initial, torch.Tensor):  # of a packed sequence, which has right states
+    if isinstance(initial, torch.Tensor):  # a packed sequence, whose states are right
         return (y, *states)
     return (y, *(s if s.shape == old.shape else s.reshape(old.shape) for s, old in zip(states, initial, strict=True)))
 
 
 def true_states(module: fx.GraphModule) -> None:
-    """Correct the shapes of LSTMs' states where PyTorch traced others."""
+    """Correct the traced shapes of the states of LSTMs (in place)."""
     for node in module.graph.find_nodes(op="call_function", target=aten.lstm.input):
         y, *states = value(node)
         states = [s.reshape(shape(initial)) for s, initial in zip(states, _states(node), strict=True)]
@@ -51,8 +51,8 @@ def _states(node: fx.Node) -> list[fx.Node]:
 
 
 def _layer_by_layer(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """With dropout between layers each is an operator of its own, so that what is dropped is the same in all
-    layouts. After the last layer there is no dropout."""
+    """With dropout, each layer becomes its own operator, so that the dropout between them is the same in all layouts.
+    There is none after the last layer."""
     chance, layers = argument(node, "dropout"), argument(node, "num_layers")
     if not chance or not argument(node, "train"):
         return None
@@ -81,7 +81,7 @@ def cell(node: fx.Node) -> Rule:
 
 
 def _over_batch(node: fx.Node, x: str, state: str, weights: list[str]) -> Rule:
-    """The rule of a layer by the specs of its input, of a state and of its weights."""
+    """The rule of a layer, from the specs of its input, of a state and of its weights."""
     states = [state] * len(_states(node))
     results = [x, *states] if len(results_of(node)) > len(states) else states
     return parse_row(Row(f"{', '.join([x, *states, *weights])} -> {', '.join(results)}"), node)

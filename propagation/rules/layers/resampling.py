@@ -1,12 +1,11 @@
-"""Rules of operators that move the elements of a dim to other places of it: interpolation, padding, slices, rolls.
+"""Rules of operators that move elements along a dim: interpolation, padding, slices, rolls.
 
-Like those of convolutions their results are made of windows, which for padding, slices and rolls are the result
-already.
+Like those of convolutions their results depend on windows; for padding, slices and rolls the window is the result.
 
-*Interpolation.* Where an image becomes r times as large, PyTorch's own kernel makes of a window what lies in it. In all
-other cases the places in the operand that an element is made of, and their weights, depend on where in the image it
-is: they are computed here as PyTorch computes them, and each rank takes its own from a list. A dim at a time is made
-so; the rest, in one call, by PyTorch's kernel.
+*Interpolation.* For an integer ratio, PyTorch's own kernel enlarges a window. In all other cases the places in the
+operand that an element depends on, and their weights, vary with its position: they are computed here as PyTorch
+computes them, and each rank takes its own from a list, one dim at a time. PyTorch's kernel interpolates the remaining
+dims in one call.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How an operator interpolates, and the form of it that takes sizes and scales."""
+    """How an operator interpolates, and its overload that takes sizes and scales."""
 
     name: str
     sized: Any
@@ -61,8 +60,8 @@ _MARGIN = {"nearest": 0, "nearest-exact": 0, "linear": 1, "cubic": 2}
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one dim of `held` elements becomes one of `made`; `scale` is what the user gave, if anything; `single`:
-    places are computed in float32."""
+    """The interpolation of one dim from `held` to `made` elements. `scale` is the user's, if any; `single`: places are
+    computed in float32."""
 
     held: int
     made: int
@@ -78,8 +77,8 @@ class Sampling:
 
     @property
     def ratio(self) -> int:
-        """How many elements each becomes where that is one number, so that a part of the image is made as all of it
-        is; else 0."""
+        """The number of elements that each element becomes, if it is the same for all, so that a part of the image is
+        enlarged like the whole; else 0."""
         ratio = self.made // self.held
         if self.corners or ratio * self.held != self.made or self.scale not in (None, float(ratio)):
             return 0
@@ -88,13 +87,13 @@ class Sampling:
 
     @property
     def nearest(self) -> bool:
-        """Whether each element is one of the operand's."""
+        """Whether each element of the result is one of the operand."""
         return not _MARGIN[self.mode]
 
     @property
     def steady(self) -> bool:
-        """Whether PyTorch's backward takes the places that its forward takes. (It copies where sizes are the same, and
-        has other arithmetic for nearest ones, which is that of the forward on other devices.)"""
+        """Whether PyTorch's backward uses the places of its forward. (It copies where sizes are the same, and computes
+        nearest places differently, like the forward on other devices.)"""
         if self.held == self.made:
             return self.scale in (None, 1.0)
         return not self.nearest or bool((_backward_places(self) == taps(self)[0][:, 0]).all())
@@ -102,7 +101,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Enlarged:
-    """The reach of what becomes `ratio` times as large, with `margin` elements on each side that it is made of too."""
+    """The reach of an enlargement by `ratio` that also depends on `margin` elements on each side."""
 
     ratio: int
     margin: int
@@ -113,8 +112,8 @@ class Enlarged:
 
 @lru_cache(maxsize=1024)
 def taps(s: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """For each element of the result the places in the operand that it is made of, and their weights: two tables with
-    a column for each of these places."""
+    """The places in the operand that each element of the result depends on, and their weights: two tables with a column
+    for each of these places."""
     index = np.arange(s.made)
     if s.mode == "linear" and s.held == s.made:
         return index[:, None], np.ones((s.made, 1))
@@ -132,8 +131,8 @@ def taps(s: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def _sources(s: Sampling, index: NDArray[Any]) -> NDArray[Any]:
-    """The place in the operand, with a fraction, of each element `index` of the result: ATen's UpSample.h, in its
-    precision. A product and a sum are rounded once, as they are where compilers make one instruction of them."""
+    """The fractional place in the operand of each element `index` of the result: ATen's UpSample.h, in its precision. A
+    product and a sum are rounded once, as in a fused multiply-add."""
     number: Any = np.float32 if s.single else np.float64
     whole: Any = index.astype(number)
     places: NDArray[Any]
@@ -155,7 +154,7 @@ def _scale(s: Sampling, number: Any) -> Any:
 
 
 def _backward_places(s: Sampling) -> NDArray[Any]:
-    """The elements of the operand to which PyTorch's backward gives the gradients of the nearest."""
+    """The elements of the operand to which PyTorch's backward adds the gradients in the nearest modes."""
     index, scale = np.arange(s.made), _scale(s, np.float32)
     if s.mode == "nearest" and s.made == 2 * s.held:
         return index // 2
@@ -163,7 +162,7 @@ def _backward_places(s: Sampling) -> NDArray[Any]:
     return np.minimum(np.floor(places.astype(np.float32)), s.held - 1)
 
 
-_A = -0.75  # the free number of cubic convolution
+_A = -0.75  # the free parameter of cubic convolution
 
 
 def _inner(x: NDArray[Any]) -> NDArray[Any]:
@@ -204,7 +203,7 @@ def _reach_of(sampling: Sampling) -> Reach:
 
 
 def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Dims whose places are listed first; then all others at once, some with too much on each side."""
+    """Interpolate the dims with listed places first, then all others at once, some with margins that are cut off."""
     node, split, samplings = emit.node, split_dims(emit), _samplings(emit.node)
     if not split:
         return emit.call(node.target, *args, **kwargs)
@@ -230,7 +229,7 @@ def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _without_margins(emit: Emitter, x: fx.Node, split: dict[int, str], samplings: dict[int, Sampling]) -> fx.Node:
-    """The slice of each dim that is enlarged that a rank has of what its window became."""
+    """Crop each enlarged dim from the rank's enlarged window to its slice."""
     for dim, factor in split.items():
         ratio, cut = samplings[dim].ratio, emit.cut(factor)
         if ratio:
@@ -241,7 +240,7 @@ def _without_margins(emit: Emitter, x: fx.Node, split: dict[int, str], samplings
 
 
 def _sampled(emit: Emitter, x: fx.Node, dim: int, factor: str, sampling: Sampling) -> fx.Node:
-    """The sum of what is at each of the places of `taps`, times their weights, in the dtype of these."""
+    """The sum of the elements at the places of `taps`, times their weights, in the dtype of the weights."""
     places, weights = taps(sampling)
     window, cut, dtype = emit.windows[0, factor], emit.cut(factor), value(emit.node).dtype
     around = [cut.width if d == dim else 1 for d in range(len(emit.whole[0]))]
@@ -266,7 +265,7 @@ def _sampled(emit: Emitter, x: fx.Node, dim: int, factor: str, sampling: Samplin
 
 
 def pad(node: fx.Node) -> Rule:
-    """pad, constant_pad_nd: numbers, or the image's own elements, beyond its ends; fewer than none cuts some off."""
+    """pad, constant_pad_nd: a number, or the image's own elements, beyond its ends; negative amounts cut off."""
     fill = _beyond(node)
     count, amounts = len(shape(node)), argument(node, "pad")
     reaches: dict[int, Reach] = {
@@ -274,7 +273,7 @@ def pad(node: fx.Node) -> Rule:
         for i in range(len(amounts) // 2)
         if any(amounts[2 * i : 2 * i + 2])
     }
-    # of a circle PyTorch cuts first, and what is cut off does not come round
+    # in circular mode PyTorch cuts first, and elements that were cut off do not wrap around
     cut = {d for d in reaches if fill == "circular" and min(amounts[2 * (count - 1 - d) :][:2]) < 0}
     if isinstance(fill, float) and fill != (argument(node, "value") or 0.0):  # NaN, or a whole number that no float is
         return over_dims(node, {}, linear=False, whole=reaches)
@@ -282,7 +281,7 @@ def pad(node: fx.Node) -> Rule:
 
 
 def _beyond(node: fx.Node) -> float | str:
-    """What is there: a number, NaN for a complex one, or how elements come there."""
+    """The fill beyond the ends: a number (NaN for a complex one), or the mode by which elements repeat."""
     mode = argument(node, "mode") if "mode" in argument_names(node) else "constant"
     if mode != "constant":
         return str(mode)
@@ -291,7 +290,7 @@ def _beyond(node: fx.Node) -> float | str:
 
 
 def _local_pad(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A window is padded already."""
+    """Pad only the dims without a window, which is already padded."""
     split, amounts = split_dims(emit), list(argument(emit.node, "pad"))
     for dim in split:
         place = 2 * (len(emit.whole[0]) - 1 - dim)
@@ -302,7 +301,7 @@ def _local_pad(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _window(args: tuple[Any, ...]) -> fx.Node:
-    """The first operand, whose window is the result."""
+    """The local first operand, whose window is the result."""
     window: fx.Node = args[0]
     return window
 
@@ -322,7 +321,7 @@ def _slice_of(node: fx.Node, size: int) -> tuple[int, int, int]:
 
 
 def _local_slice(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A window begins where the slice does."""
+    """A window starts where the slice starts."""
     split, step = split_dims(emit), argument(emit.node, "step") or 1
     if not split:
         return emit.call(emit.node.target, *args, **kwargs)
@@ -332,14 +331,14 @@ def _local_slice(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def roll(node: fx.Node) -> Rule:
-    """Elements that go out at one end come in at the other; without dims, all dims are one, which stays whole."""
+    """roll: elements wrap around; without dims the tensor is rolled flat, and stays whole."""
     if not argument(node, "dims"):
         return over_dims(node, {}, whole=range(len(shape(node))))
     return over_dims(node, {d: Strided(1, 1, n) for d, n in _shifts(node).items()}, "circular", local=_local_roll)
 
 
 def _shifts(node: fx.Node) -> dict[int, int]:
-    """How far each dim is rolled, the shorter way round."""
+    """The shift of each dim, in the shorter direction."""
     size, shifts = shape(operands(node)[0]), dict[int, int]()
     for dim, shift in zip(argument(node, "dims") or [], argument(node, "shifts"), strict=False):
         shifts[dim % len(size)] = shifts.get(dim % len(size), 0) + shift
@@ -347,7 +346,7 @@ def _shifts(node: fx.Node) -> dict[int, int]:
 
 
 def _local_roll(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A window is rolled already."""
+    """Roll only the dims without a window, which is already rolled."""
     split = split_dims(emit)
     if not split:
         return emit.call(emit.node.target, *args, **kwargs)

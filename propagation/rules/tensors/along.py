@@ -1,5 +1,5 @@
 """Operators that work along some dims, which stay whole, while the others are independent: sorting, cumulative sums,
-softmax, quantiles, diagonals, and what is written into a slice."""
+softmax, quantiles, diagonals, and writes into a slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _quantile_rule(node: fx.Node) -> Rule:
-    """The quantiles of one dim, or of all elements; several of them are in a first dim."""
+    """quantile, nanquantile: of one dim, or of all elements; several quantiles are in a new first dim."""
     x, *fractions = operands(node)
     size, dim, keep = shape(x), argument(node, "dim"), argument(node, "keepdim")
     worked_along = whole_dims(node, ("dim",), len(size))
@@ -30,8 +30,8 @@ def _quantile_rule(node: fx.Node) -> Rule:
 
 
 def _searchsorted_rule(node: fx.Node) -> Rule | None:
-    """searchsorted and bucketize: the places of values, which are independent, in a sorted last dim, which stays whole.
-    There is one series for all values, or one for each leading index."""
+    """searchsorted and bucketize: the places of independent values in a sorted last dim, which stays whole. There is
+    one sorted sequence for all values, or one for each leading index."""
     x = argument(node, "self")
     if not isinstance(x, fx.Node):
         return None
@@ -43,26 +43,27 @@ def _searchsorted_rule(node: fx.Node) -> Rule | None:
 
     arguments = {name: argument(node, name) for name in argument_names(node)}
     tensors = tuple(letters if name == "self" else dims(o) for name, o in arguments.items() if isinstance(o, fx.Node))
-    # in the padding of an uneven shard a value may be any number
+    # in the padding of an uneven shard a value may be any number, even NaN
     return Rule(tensors, (letters,), sizes_of(letters, shape(x)), fill=0.0)
 
 
 def _members_rule(node: fx.Node) -> Rule:
-    """isin: each element by itself, with all test elements."""
+    """isin: elements are independent, and see all test elements."""
     elements, *tests = operands(node)
     letters = letters_of(shape(elements))
     return Rule((letters, *map(unsplit, tests)), (letters,), sizes_of(letters, shape(elements)))
 
 
 def _triangle_rule(node: fx.Node) -> Rule | None:
-    """tril, triu: whether an element is kept follows from its place in the last two dims."""
+    """tril, triu: the place of an element in the last two dims, which stay whole, decides whether it is kept."""
     size = shape(node)
     letters = without(letters_of(size), range(len(size) - 2, len(size)))
     return Rule((letters,), (letters,), sizes_of(letters, size), linear=(frozenset({0}),))
 
 
 def _expand_write_into_slice(b: Builder, node: fx.Node) -> fx.Node | None:
-    """A write into a slice of a complex tensor, which has no derivative in PyTorch: into real and imaginary parts."""
+    """A write into a slice of a complex tensor, which has no derivative in PyTorch, as a write of real and imaginary
+    parts."""
     x, source = operands(node)
     if not value(x).is_complex():
         return None

@@ -1,5 +1,5 @@
-"""Tensors made in the shape of another tensor. Nothing of them depends on that one's numbers, so each is made by
-itself, and no layout is asked of the other."""
+"""Tensors created in the shape of another tensor. They do not depend on its values, so they are created without it, and
+its layout is free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _expand_copy(b: Builder, node: fx.Node) -> fx.Node:
-    """What is written over a tensor takes its shape and dtype, and none of its numbers."""
+    """A copy over a tensor takes its shape and dtype, and none of its values."""
     source = b.cast(node.args[1], value(node).dtype)  # type: ignore[arg-type]
     return source if shape(source) == shape(node) else b(aten.expand.default, source, list(shape(node)))
 

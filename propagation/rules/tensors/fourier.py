@@ -1,4 +1,4 @@
-"""Fourier transforms: the dims that are transformed stay whole, the others split."""
+"""Fourier transforms: the transformed dims stay whole, the others split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _dims(node: fx.Node) -> list[int]:
-    """The dims that are transformed: where none are named, as many of the last as have a size, or all."""
+    """The transformed dims: those named, else as many of the last dims as there are sizes, else all."""
     count, dims = len(shape(operands(node)[0])), argument(node, "dim")
     sizes = argument(node, "s") if "s" in argument_names(node) else None
     if dims is None:
@@ -26,12 +26,12 @@ def _dims(node: fx.Node) -> list[int]:
 
 
 def transform(node: fx.Node) -> Rule:
-    """The dims that are transformed stay whole."""
+    """The transformed dims stay whole."""
     return over_dims(node, {}, whole=_dims(node))
 
 
 def frames(node: fx.Node) -> Rule:
-    """stft: signals become frames of frequencies; a real result has a last dim of both parts."""
+    """stft: signals become frames of frequencies; a real result has a last dim for real and imaginary parts."""
     signal = "b 1" if len(shape(operands(node)[0])) == 2 else "1"
     parts = "" if value(node).is_complex() else " 1"
     return parse_row(Row(f"{signal}, 1 -> {signal} 1{parts}", linear=("0",)), node)
@@ -45,14 +45,14 @@ def _shift(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _overlapped(b: Builder, node: fx.Node) -> fx.Node:
-    """istft: frames back in time, each in its window, added up where they overlap and divided by the windows there.
-    (PyTorch's operator looks at numbers, which fake tensors have not.)"""
+    """istft: inverse transforms of the frames, times the window, added up where they overlap and divided by the sum of
+    the squared windows. (PyTorch's operator reads values, which fake tensors do not have.)"""
     x, *window = operands(node)
     size, length = argument(node, "n_fft"), argument(node, "length")
     hop = argument(node, "hop_length") or size // 4
     total, start = size + hop * (shape(x)[-1] - 1), size // 2 if argument(node, "center") else 0
     stop = total - start if length is None else start + length
-    back = aten.fft_ifft.default if value(node).is_complex() else aten.fft_irfft.default  # of the lower half alone
+    back = aten.fft_ifft.default if value(node).is_complex() else aten.fft_irfft.default  # from the lower half alone
     frames = b(back, x, size, -2, "ortho" if argument(node, "normalized") else None)
     width = argument(node, "win_length") or size
     shaped = window[0] if window else b(aten.ones.default, [width], dtype=value(frames).dtype, device=value(x).device)

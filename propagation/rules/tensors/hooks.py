@@ -1,4 +1,4 @@
-"""Hooks of modules and tensors, which are Python: they see whole tensors, and their gradients are whole."""
+"""Hooks of modules and tensors, which call Python: they see whole tensors and whole gradients."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rules of operators that read or write the elements of a tensor that an index names.
+"""Rules of operators that read or write the elements of a tensor at an index.
 
-A dim that an index goes along can be split. A rank that reads looks up what its part has and has zeros for the rest,
-so that its result is an addend. A rank that writes has one more place after its part, takes all there that belongs to
-others, and drops it at the end. Indices can be split too: where an operator reads, their dims are dims of the result;
-where it adds, each part of them makes an addend.
+An indexed dim can be split. A rank that reads looks up the elements of its part and has zeros for the rest, so that its
+result is an addend. A rank that writes extends its part by one place, directs all writes for other parts there, and
+drops it at the end. Indices can be split too: where an operator reads, their dims are dims of the result; where it
+adds, each part of them gives an addend.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def _reading(
     return replace(parse_row(_row(operand_dims, result, reduce=split, linear=("0",), local=local), node), masks=True)
 
 
-# -- Along the dims that tensors of indices are given for
+# -- Along the dims with an index tensor
 
 
 def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str], int] | None:
-    """The factors of x, of each index and of the result of x[indices], and how many dims come after those of the
-    indices; None where a mask selects."""
+    """The factors of x, of each index and of the result of x[indices], and the number of dims after those of the
+    indices; None for a mask."""
     indices: Any = argument(node, "indices")
     tensors = [t for t in indices if t is not None]
     if not tensors or any(value(t).dtype in (torch.bool, torch.uint8) for t in tensors):
@@ -64,7 +64,7 @@ def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str], int]
 
 
 def index(node: fx.Node) -> Rule | None:
-    """x[i, :, j]: the dims of the indices, broadcast, are where the first of theirs was, or before all others."""
+    """x[i, :, j]: the broadcast dims of the indices replace the first indexed dim, or come before all others."""
     factors = _indexed(node)
     if factors is None:
         return None
@@ -74,7 +74,8 @@ def index(node: fx.Node) -> Rule | None:
 
 
 def index_put(node: fx.Node) -> Rule | None:
-    """Of several values for one element any may be the last, so that only those that are added can be split."""
+    """x[indices] = values: any of several values for one element may be the last, so indices split only if values are
+    added."""
     factors = _indexed(node)
     if factors is None:
         return None
@@ -88,20 +89,20 @@ def index_put(node: fx.Node) -> Rule | None:
         _row([before, *indices, values], dims, reduce=" ".join(spread) if adds else "",
              whole="" if adds else " ".join(spread), linear=(f"0 {len(indices) + 1}",), local=_writes_indexed), node,
     )  # fmt: skip
-    # what an index in the padding adds is zero only where the values have the dim
+    # an index in the padding adds zero only if the values have its dim
     have = {factor for factor, extent in zip(values, size, strict=True) if extent != 1}
     return replace(rule, even=rule.even | (set(spread) - have))
 
 
 def _own(emit: Emitter, index: fx.Node, factor: str) -> fx.Node:
-    """`index`, counted in the part of `factor` that a rank has, or -1."""
+    """`index` relative to the rank's part of `factor`, or -1 outside of it."""
     name = str(schema_of(emit.node.target).name).removeprefix("aten::")
     return emit.call(part_index, index, emit.position(factor), emit.bounds(factor), name in _WRAPS)
 
 
 def _read(emit: Emitter, owns: Sequence[fx.Node], read: Callable[[list[fx.Node]], fx.Node], after: int) -> fx.Node:
-    """What `read` returns for indices in a rank's part, with zeros for those in other parts; `after` dims follow those
-    of the indices."""
+    """The result of `read` for indices in the rank's part, with zeros for those in other parts; `after` dims follow
+    those of the indices."""
     read_here = read([emit.call(aten.clamp.default, own, 0) for own in owns])
     others = reduce(lambda a, b: emit.call(aten.logical_or.default, a, b),
                     [emit.call(aten.lt.Scalar, own, 0) for own in owns])  # fmt: skip
@@ -114,7 +115,8 @@ def _written(
     emit: Emitter, x: fx.Node, dims: Sequence[int], owns: Sequence[fx.Node],
     write: Callable[[fx.Node, list[fx.Node]], fx.Node],
 ) -> fx.Node:  # fmt: skip
-    """What `write` makes of x with one more place in `dims` for what goes to other parts, without that."""
+    """The result of `write` on x extended by one place along `dims`, which takes writes to other parts, without that
+    place."""
     size = emit.shapes.operands[0]
     more = [int(d in dims and side) for d in reversed(range(len(size))) for side in (0, 1)]
     places = [
@@ -160,7 +162,7 @@ def _writes_indexed(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _written(emit, x, places, owns, write)
 
 
-# -- Along one dim, that the argument "dim" names
+# -- Along the dim named by the argument "dim"
 
 
 def _dim(node: fx.Node) -> int:
@@ -206,7 +208,7 @@ def _local_write(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def index_select(node: fx.Node) -> Rule | None:
-    """Slices of one dim, one for each index."""
+    """index_select: a slice of one dim for each index."""
     x, index = operands(node)
     if not shape(x):
         return whole(node)
@@ -216,7 +218,7 @@ def index_select(node: fx.Node) -> Rule | None:
 
 
 def _writes_slices(adds: bool, *linear: str) -> RowFunction:
-    """Slices of one dim, one for each index, or a number for all of them, that are written or added."""
+    """Operators that write or add a slice of one dim for each index, or one number for all."""
 
     def rule(node: fx.Node) -> Rule | None:
         x, index, *source = operands(node)
@@ -232,7 +234,7 @@ def _writes_slices(adds: bool, *linear: str) -> RowFunction:
 
 
 def gather(node: fx.Node) -> Rule | None:
-    """One element of a dim for each index; along the others an index is as long as x (see `_as_long`)."""
+    """gather: one element of a dim for each index; along the other dims the index is as long as x (see `_as_long`)."""
     x, index = operands(node)
     if len(shape(x)) != len(shape(index)) or not shape(x):
         return whole(node)
@@ -242,7 +244,7 @@ def gather(node: fx.Node) -> Rule | None:
 
 
 def scatter(node: fx.Node) -> Rule | None:
-    """One element of a dim written for each index, or added; along the others an index may be shorter than x."""
+    """scatter: writes or adds one element of a dim for each index, which may be shorter than x along other dims."""
     x, index, *source = operands(node)
     if any(len(shape(t)) != len(shape(x)) for t in (index, *source)) or not shape(x):
         return whole(node)
@@ -259,12 +261,12 @@ def scatter(node: fx.Node) -> Rule | None:
 
 
 def _includes(node: fx.Node) -> bool:
-    """Whether what is there before counts."""
+    """Whether the result includes the previous elements."""
     return "include_self" not in argument_names(node) or bool(argument(node, "include_self"))
 
 
 def _common(node: fx.Node, tensors: Sequence[fx.Node]) -> list[str]:
-    """The factors of x. A dim, other than the one that is worked along, in which `tensors` differ cannot be split."""
+    """The factors of x. Dims in which `tensors` differ cannot be split, except the one that is indexed."""
     dims = _numbered(node, _dim(node))
     return [f if f == "v" or len({shape(t)[d] for t in tensors}) == 1 else "1" for d, f in enumerate(dims)]
 
@@ -273,7 +275,7 @@ def _common(node: fx.Node, tensors: Sequence[fx.Node]) -> list[str]:
 
 
 def select(node: fx.Node) -> Rule | None:
-    """A place of a split dim is in one part of it: others have zeros."""
+    """select: the rank whose part has the place returns it, the others zeros."""
     dims = _numbered(node, _dim(node))
     return replace(_reading(node, [dims], _replaced(dims, _dim(node), []), "v", _local_select), fill=None)
 
@@ -302,7 +304,7 @@ def _expanded(b: Builder, x: fx.Node, size: Sequence[int]) -> fx.Node:
 
 
 def _as_long(b: Builder, node: fx.Node) -> fx.Node | None:
-    """gather reads of the other dims what index has of them."""
+    """gather with x cut to the length of the index along the other dims."""
     x, index = operands(node)
     if len(shape(x)) != len(shape(index)) or not shape(x):
         return None
@@ -325,7 +327,7 @@ def _put(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _index_fill(b: Builder, node: fx.Node) -> fx.Node | None:
-    """With a tensor for a number, where an index is: PyTorch's derivative asks which indices are repeated."""
+    """index_fill with a tensor as the number, by a mask: PyTorch's derivative asks which indices are repeated."""
     x, index, number = operands(node)
     if not shape(x):
         return None
@@ -336,7 +338,7 @@ def _index_fill(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _take_along_dim(b: Builder, node: fx.Node) -> fx.Node:
-    """Without a dim of all elements in order; otherwise x and the indices broadcast along the others."""
+    """take_along_dim: flat without a dim; otherwise x and the indices broadcast along the other dims."""
     x, index = operands(node)
     dim = argument(node, "dim")
     if dim is None:
@@ -350,12 +352,13 @@ def _take_along_dim(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _order(b: Builder, mask: fx.Node, count: int) -> fx.Node:
-    """Of the elements of a mask, one after another, which of `count` the n-th that it selects takes: the n-th."""
+    """For each element of the flat mask, its rank among the selected ones, clamped to `count` values: the n-th selected
+    element takes the n-th value."""
     return b(aten.clamp.default, b(aten.sub.Tensor, b(aten.cumsum.default, _flat(b, mask), 0), 1), 0, count - 1)
 
 
 def _masked_put(b: Builder, node: fx.Node) -> fx.Node | None:
-    """x[:, mask] = values: one for all that the mask selects, or the n-th for the n-th of them."""
+    """x[:, mask] = values: one value for all selected elements, or the n-th value for the n-th."""
     indices = argument(node, "indices")
     (x, *tensors, values), adds = operands(node), argument(node, "accumulate")
     if len(tensors) != 1 or value(tensors[0]).dtype not in (torch.bool, torch.uint8):
@@ -376,7 +379,7 @@ def _masked_put(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _within(b: Builder, x: fx.Node, indices: Sequence[Any]) -> list[Any]:
-    """Indices that need not be in range where a mask hides them."""
+    """`indices` clamped into range, since they may be out of range where a mask hides them."""
     bounds = zip(indices, shape(x), strict=False)
     return [None if t is None else b(aten.clamp.default, t, -size, size - 1) for t, size in bounds]
 
@@ -394,7 +397,7 @@ def _masked_accumulate(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _masked_scatter(b: Builder, node: fx.Node) -> fx.Node:
-    """The n-th element that the mask selects becomes the n-th of the source."""
+    """masked_scatter: the n-th selected element becomes the n-th of the source."""
     x, mask, source = operands(node)
     size = list(torch.broadcast_shapes(shape(x), shape(mask)))
     mask, source = _expanded(b, mask, size), _flat(b, source)
@@ -405,9 +408,9 @@ def _masked_scatter(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _strided(node: fx.Node) -> tuple[list[int], int, list[int]] | None:
-    """Of as_strided of a tensor x without gaps: the order of dims in which its elements lie in memory; how many of
-    these dims the result begins with, unchanged; and the first element and the strides of the rest of the result,
-    counted from where such a leading part of x begins. None where it reads what x does not have."""
+    """For as_strided of a tensor x without gaps: the order of x's dims in memory; the number of these dims with which
+    the result begins, unchanged; and the first element and the strides of the remaining dims, relative to the start of
+    such a leading part of x. None where it reads memory outside of x."""
     x, (size, stride, start) = value(operands(node)[0]), (argument(node, name) for name in _STRIDED_ARGUMENTS)
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
     extents = [x.shape[d] for d in order]
@@ -431,7 +434,7 @@ _STRIDED_ARGUMENTS = ("size", "stride", "storage_offset")
 
 
 def _places(b: Builder, node: fx.Node, size: Sequence[int], steps: Sequence[int]) -> fx.Node:
-    """The numbers of the elements that as_strided takes, flat."""
+    """The flat indices of the elements that as_strided takes."""
     device = value(operands(node)[0]).device
     start, *strides = steps
     places = b(aten.full.default, [1] * len(size), start, dtype=torch.int64, device=device)
@@ -450,7 +453,8 @@ _GAPS = (
 
 
 def _as_strided(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Elements picked by number: where they lie in memory is nothing that a rank's part keeps."""
+    """as_strided as a lookup of elements by index: a rank's part has other strides. Raises CaptureError where it reads
+    memory outside of the tensor."""
     layout = _strided(node)
     if layout is None:
         if value(node).numel():
@@ -465,7 +469,8 @@ def _as_strided(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _embedding_rule(node: fx.Node) -> Rule | None:
-    """Rows that are split give addends. A sparse gradient takes all rows, one scaled by a row's uses also all uses."""
+    """Split rows give addends. A sparse gradient needs all rows; one scaled by the uses of a row also needs all
+    indices."""
     row = Row("v d, ... -> ... d", reduce="v", linear=("0",), local=_local_embedding)
     if argument(node, "scale_grad_by_freq"):
         uses = (f"_{i + 1}" for i in range(len(shape(operands(node)[1]))))
@@ -476,16 +481,16 @@ def _embedding_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank that holds a part of the rows looks up those, and has zeros for the others."""
+    """Look up the rank's own rows, with zeros for the others."""
     (weight, index, *rest), place = args, emit.position("v")
-    for mask in emit.padding_masks(1, index):  # there it may be any number
+    for mask in emit.padding_masks(1, index):  # padding may be any number
         index = emit.call(aten.masked_fill.Scalar, index, mask, 0)
     if place is None:
         return emit.call(aten.embedding.default, weight, index, *rest, **kwargs)
     padding = argument(emit.node, "padding_idx")
     local = emit.call(part_index, index, place, emit.bounds("v"))
     rows = emit.call(aten.embedding.default, weight, emit.call(aten.clamp.default, local, 0))
-    if padding >= 0:  # that row gets no gradient; where it is depends on the rank, so no local padding_idx can say it
+    if padding >= 0:  # that row gets no gradient; its local index depends on the rank, so padding_idx cannot express it
         padded = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
         rows = emit.call(aten.where.self, padded, emit.call(aten.detach.default, rows), rows)
     others = emit.call(aten.unsqueeze.default, emit.call(aten.lt.Scalar, local, 0), -1)
@@ -493,7 +498,7 @@ def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _expand_one_hot(b: Builder, node: fx.Node) -> fx.Node:
-    """Whether the index is each class's number."""
+    """one_hot as a comparison of the index with the number of each class."""
     x, count = operands(node)[0], shape(node)[-1]
     classes = b(aten.arange.default, count, dtype=value(x).dtype, device=value(x).device)
     return b(aten._to_copy.default, b(aten.eq.Tensor, b(aten.unsqueeze.default, x, -1), classes), dtype=torch.int64)

@@ -1,8 +1,8 @@
 """Rules of linear algebra: products, and decompositions of the last two dims, which stay whole.
 
-A batch of decompositions splits along its leading dims, and what is solved for several right-hand sides along those.
-The padding of an uneven shard is filled with a matrix that has every decomposition. Products without an operator of
-their own become an `einsum`, every letter of which can be split.
+A batch of decompositions splits along its leading dims, and a solve along its right-hand sides too. The padding of an
+uneven shard is filled with a matrix for which every decomposition exists. Products without a rule become an `einsum`,
+every letter of which can be split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def with_addend(text: str, reduce: str, linear: Sequence[str]) -> RowFunction:
-    """A product to which the first operand, of any shape that broadcasts to the result, is added."""
+    """A product plus the first operand, of any shape that broadcasts to the result."""
     factors, _, result = text.partition("->")
 
     def rule(node: fx.Node) -> Rule | None:
@@ -45,7 +45,7 @@ def with_addend(text: str, reduce: str, linear: Sequence[str]) -> RowFunction:
 
 
 def matmul(node: fx.Node) -> Rule:
-    """Matrices of a batch, which broadcasts; a vector is without the dim that the result lacks."""
+    """matmul: batches of matrices, which broadcast, or vectors, which lack m or n."""
     a, b = (shape(o) for o in operands(node))
     left = "k" if len(a) == 1 else "... m k"
     right = "k" if len(b) == 1 else "... k n"
@@ -65,7 +65,7 @@ def einsum(node: fx.Node) -> Rule | None:
 
 
 def _plain(b: Builder, node: fx.Node) -> fx.Node | None:
-    """einsum with its result written out, letters for "...", and no letter twice in a term: that takes a diagonal."""
+    """einsum with an explicit result, letters for "...", and diagonals for letters repeated in a term."""
     text = argument(node, "equation").replace(" ", "")
     left, arrow, right = text.partition("->")
     tensors, terms = list(operands(node)), left.split(",")
@@ -88,7 +88,7 @@ def _plain(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _inner(b: Builder, node: fx.Node) -> fx.Node:
-    """Sums over the last dims of both; with a number an elementwise product."""
+    """inner: a sum over the last dims of both; with a 0-dim tensor an elementwise product."""
     x, y = operands(node)
     if not shape(x) or not shape(y):
         return b(aten.mul.Tensor, x, y)
@@ -103,7 +103,7 @@ def _tensordot(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _contracted(b: Builder, x: fx.Node, y: fx.Node, ours: Sequence[int], theirs: Sequence[int]) -> fx.Node:
-    """The sum over dims of x and of y in pairs."""
+    """The product of x and y, summed over the pairs of dims `ours` and `theirs`."""
     letters = string.ascii_letters
     left = letters[: len(shape(x))]
     free = iter(letters[len(left) :])
@@ -119,7 +119,7 @@ def _outer(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _kron(b: Builder, node: fx.Node) -> fx.Node:
-    """Each element of x times y: dims of both in turn, merged in pairs."""
+    """kron: each element of x times y, with interleaved dims merged in pairs."""
     x, y = (_led(b, t, max(map(len, map(shape, operands(node))))) for t in operands(node))
     pairs = [(n, m) for n, m in zip(shape(x), shape(y), strict=True)]
     left = b(aten.reshape.default, x, [extent for n, _ in pairs for extent in (n, 1)])
@@ -128,7 +128,7 @@ def _kron(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _led(b: Builder, x: fx.Node, count: int) -> fx.Node:
-    """`x` with `count` dims, by leading ones of size 1."""
+    """`x` with leading dims of size 1, `count` dims in all."""
     more = count - len(shape(x))
     return b(aten.reshape.default, x, [1] * more + list(shape(x))) if more else x
 
@@ -178,7 +178,7 @@ def _vecdot(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def cross(node: fx.Node) -> Rule:
-    """Vectors along one dim."""
+    """linalg_cross: vectors along one dim, which stays whole."""
     size = shape(node)
     dim = argument(node, "dim") % len(size)
     result = ["1" if d == dim else f"f{d}" for d in range(len(size))]
@@ -187,18 +187,18 @@ def cross(node: fx.Node) -> Rule:
 
 
 def _named_cross(b: Builder, node: fx.Node) -> fx.Node:
-    """Along the first dim of size 3 of the whole, if none is named: of a part it may be another."""
+    """cross along the named dim, else the first of size 3 in the whole tensor: in a part it may be another."""
     dim = argument(node, "dim")
     return b(aten.linalg_cross.default, *operands(node), dim=shape(node).index(3) if dim is None else dim)
 
 
 def _local_vander(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """As many powers as the whole has, which may be as many as there are numbers."""
+    """Compute as many powers as the whole call, whose default is the number of elements."""
     return emit.call(emit.node.target, args[0], N=shape(emit.node)[-1])
 
 
 def distances(node: fx.Node) -> Rule:
-    """Between all pairs of vectors of two tensors. Below the norm of order 1 a derivative may be infinite."""
+    """cdist: distances between all pairs of vectors. For norms of order below 1 a derivative may be infinite."""
     return parse_row(Row("... m 1, ... n 1 -> ... m n", even=argument(node, "p") < 1), node)
 
 
@@ -206,7 +206,7 @@ def distances(node: fx.Node) -> Rule:
 
 
 def _with_regular(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """The call itself, with matrices and pivots in the padding of uneven shards that can be decomposed."""
+    """The call itself, with the padding of uneven shards filled with matrices that can be decomposed, and pivots."""
     count = itertools.count()
     filled: Any = map_arg((args, kwargs), lambda part: _regular_padding(emit, next(count), part))
     return emit.call(emit.node.target, *filled[0], **filled[1])
@@ -226,15 +226,15 @@ _batched = partial(Row, local=_with_regular)
 
 
 def _solve(node: fx.Node) -> Rule:
-    """A matrix of columns on the right, or of rows."""
+    """linalg_solve: a matrix of columns on the right, or of rows."""
     sides = _sides(node)
     info = ", ..." if isinstance(value(node), tuple | list) else ""
     return parse_row(_batched(f"... 1 1, {sides} -> {sides}{info}", linear=() if info else ("1",)), node)
 
 
 def _columns(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node, ...] | None:
-    """With a matrix on the right that has as many dims as the left. Whether it is a batch of vectors, or one matrix for
-    all, PyTorch tells by the sizes, and those of a part may tell otherwise."""
+    """linalg_solve with as many dims on the right as on the left. PyTorch tells a batch of vectors from one matrix for
+    all by their sizes, and those of a part may be ambiguous."""
     a, x = operands(node)
     left, right = shape(a), shape(x)
     vector = len(right) == 1 or right == left[:-1]
@@ -248,12 +248,12 @@ def _columns(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node, ...] | None:
 
 
 def _sides(node: fx.Node) -> str:
-    """What is solved for: columns, or rows."""
+    """The spec of the right-hand sides: columns, or rows."""
     return "... 1 n" if argument(node, "left") else "... n 1"
 
 
 def _for_sides(text: str, linear: str) -> RowFunction:
-    """A row in which X stands for what is solved for."""
+    """A row in which X stands for the right-hand sides."""
 
     def rule(node: fx.Node) -> Rule:
         return parse_row(_batched(text.replace("X", _sides(node)), linear=(linear,)), node)
@@ -262,14 +262,14 @@ def _for_sides(text: str, linear: str) -> RowFunction:
 
 
 def _unpacked(node: fx.Node) -> Rule:
-    """Where a result is not asked for it is empty, and nothing can be split."""
+    """lu_unpack: whole if a result is not requested, and so is empty."""
     if any(v.ndim < 2 for v in value(node)):
         return whole(node)
     return parse_row(_batched("... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1"), node)
 
 
 def _upper_only(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """qr in the mode "r": what is not asked for is empty, and has no dims to split."""
+    """qr in the mode "r", by a reduced qr: the Q that is not requested would be empty, with no dims to split."""
     if argument(node, "mode") != "r":
         return None
     both = b(aten.linalg_qr.default, operands(node)[0], "reduced")
@@ -329,7 +329,7 @@ _BATCHED = {
 
 ROWS: dict[Any, Row | RowFunction] = {
     **{target: _batched(text) for target, text in _BATCHED.items()},
-    # solvers, that split what they solve for, and norms
+    # solvers, which split their right-hand sides
     aten.cholesky_solve.default: _batched("... 1 n, ... 1 1 -> ... 1 n", linear=("0",)),
     aten.linalg_ldl_solve.default: _batched("... 1 1, ... 1, ... 1 n -> ... 1 n", linear=("2",)),
     aten.linalg_lu_solve.default: _for_sides("... 1 1, ... 1, X -> X", "2"),

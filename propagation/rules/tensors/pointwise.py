@@ -1,9 +1,9 @@
-"""Elementwise operators, and what they do in the padding of uneven shards.
+"""Elementwise operators, and their values in the padding of uneven shards.
 
-What PyTorch tags as pointwise needs no row here, unless it is linear in an operand. `_STEADY` and `_STEADY_AT` list by
-name those that may be split unevenly: in the padding of an uneven shard an operand is any number, or a chosen one, and
-an operator that made no finite number of it, or had no finite derivative there, would make its sums not a number. Of
-operators in neither, shards must be full.
+Operators that PyTorch tags as pointwise need no row here, unless they are linear in an operand. `_STEADY` and
+`_STEADY_AT` list by name those that may be split unevenly: in the padding of an uneven shard an operand is any number,
+or a chosen one, and a result or derivative that is not finite there would turn sums into NaN. Operators in neither list
+split only evenly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def pointwise(*linear: set[int]) -> RowFunction:
-    """Elementwise with broadcasting; `linear` lists the sets of operands that it is jointly linear in."""
+    """Elementwise with broadcasting; `linear` lists the sets of operands in which it is jointly linear."""
 
     def rule(node: fx.Node) -> Rule | None:
         if not is_tensor(node):
@@ -45,7 +45,7 @@ def pointwise(*linear: set[int]) -> RowFunction:
 
 
 def _frexp_rule(node: fx.Node) -> Rule:
-    """Elementwise with several results."""
+    """frexp: elementwise with several results."""
     (x,) = operands(node)
     letters = letters_of(shape(x))
     return Rule((letters,), (letters,) * len(value(node)), sizes_of(letters, shape(x)), fill=1.0)
@@ -63,7 +63,7 @@ def _sum_rule(node: fx.Node) -> Rule | None:
 
 
 def _where_rule(node: fx.Node) -> Rule | None:
-    """Jointly linear in the two tensors that it chooses from."""
+    """where: jointly linear in the two tensors that it chooses from."""
     return pointwise(*([{1, 2}] if len(operands(node)) == 3 else []))(node)
 
 
@@ -99,7 +99,7 @@ ELEMENTWISE: dict[Any, RowFunction] = {
 
 # -- The padding of uneven shards
 
-# Operators that map finite numbers to finite numbers, with finite derivatives; and those that do so for one number.
+# Operators with finite values and derivatives for all finite numbers; and those for which one number is a safe fill.
 _STEADY = frozenset([
     "_prelu_kernel", "_to_copy", "abs", "add", "addcmul", "alias", "asinh", "bitwise_and", "bitwise_left_shift",
     "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max",
@@ -130,9 +130,8 @@ _STEADY_AT = {
 
 
 def fill_padding(rule: Rule, node: fx.Node) -> Rule:
-    """`rule` of the elementwise operator `node`, with the number that operands must have in the padding of uneven
-    shards, or with factors that are split evenly. (Zero times a value or a derivative that is not finite is not zero.)
-    """
+    """`rule` of the elementwise operator `node`, with the number to fill the padding of uneven shards with, or with
+    factors that split only evenly. (Zero times a value or a derivative that is not finite is not zero.)"""
     name = str(schema_of(node.target).name).removeprefix("aten::")
     finite = all(math.isfinite(a) for a in node.args if isinstance(a, float))
     if name in _STEADY and finite:
@@ -164,7 +163,7 @@ _ALIASES = {
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
     aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
-    aten._conj.default: aten.conj_physical.default,  # at once, as collectives send what is in memory
+    aten._conj.default: aten.conj_physical.default,  # at once, as collectives send memory as it is
     aten._neg_view.default: aten.neg.default,
     aten.divide.Scalar: aten.div.Scalar,
     aten.divide.Tensor: aten.div.Tensor,

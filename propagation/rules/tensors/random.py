@@ -1,7 +1,7 @@
-"""What PyTorch draws, written with the operators of `random_numbers.py`.
+"""PyTorch's random operators in terms of those of `random_numbers.py`.
 
-Each operator of the graph has a key of its own; distributions without a kind of their own are functions of uniform
-numbers. What has no expansion here (multinomial, randperm, poisson) draws from torch's generator, whole.
+Each operator of the graph has its own key; distributions without a kind are functions of uniform numbers. Operators
+without an expansion here (multinomial, randperm, poisson) draw whole tensors from torch's generator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..rule import Emitter, Rule
 
 aten = torch.ops.aten
 
-# Operators that draw what the values of their operands say.
+# Operators whose distribution depends on the values of their operands.
 _OF_VALUES = frozenset({
     aten.bernoulli.Tensor, aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float,
     aten.normal.float_Tensor, aten.rrelu.default,
@@ -37,13 +37,13 @@ _LAID = "partway_laid"  # marks a call whose operands lie in memory as on one de
 
 
 def _draw_rule(node: fx.Node) -> Rule | None:
-    """Random numbers: each is drawn by itself."""
+    """Random numbers are independent."""
     letters = letters_of(shape(node))
     return Rule(((),), (letters,), sizes_of(letters, shape(node)), local=_local_draw)
 
 
 def _local_draw(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank is told which part is its own."""
+    """Draw the rank's part, from its places and cuts."""
     key, _, _, _, *rest = args
     split = {dim: parts[0] for dim, parts in enumerate(emit.rule.results[0]) if parts and parts[0] in emit.split}
     places = [emit.position(factor) for factor in split.values()]
@@ -57,8 +57,8 @@ def _local_draw(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def drawn(
     b: Builder, kind: str, parameters: Sequence[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
 ) -> fx.Node:
-    """A tensor of random numbers on the device of `like`. Complex ones have a real and an imaginary part of the same
-    kind, which share the variance of normal ones."""
+    """A tensor of random numbers on the device of `like`. Complex numbers have real and imaginary parts of the same
+    kind, which share the variance if it is normal."""
     assert b.keys is not None
     if dtype.is_complex:
         mean = 0.0
@@ -77,26 +77,26 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Whether the elements of `x` fill a stretch of memory, each with a place of its own."""
+    """Whether `x` has the strides of a new tensor like it, without gaps or overlaps."""
     new = torch.empty_like(x).stride()
     return all(n == 1 or own == other for n, own, other in zip(x.shape, x.stride(), new, strict=True))
 
 
 def fresh(b: Builder, like: torch.Tensor, dtype: torch.dtype) -> fx.Node:
-    """A tensor with any values, which lies in memory as a new one like `like`."""
+    """An empty tensor with the memory layout of a new one like `like`."""
     order = memory_order(like)
     empty = b(aten.empty.memory_format, [like.shape[d] for d in order], dtype=dtype, device=like.device)
     return _from_order(b, empty, order)
 
 
 def _from_order(b: Builder, x: fx.Node, order: list[int]) -> fx.Node:
-    """`x`, whose dims are those of a tensor in this order, with them in their own."""
+    """`x`, whose dims are in memory order, permuted back to their own order."""
     return x if order == sorted(order) else b(aten.permute.default, x, [order.index(d) for d in range(len(order))])
 
 
 def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
-    """What PyTorch draws of operands that lie in memory as on one device: numbers follow one another in memory, and
-    some kernels draw others where that is not contiguous."""
+    """The operator itself on operands with the same strides as on one device: numbers are drawn in memory order, and
+    some kernels draw others for tensors that are not contiguous."""
     if not operands(node) or node.meta.get(_LAID):
         return None
     if node.target is aten.bernoulli.p:
@@ -117,7 +117,7 @@ def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _of(kind: str, *parameters: str | float) -> Expansion:
-    """An operator whose results are of one kind; a name in `parameters` is that of its argument."""
+    """An operator whose results are of one kind; a name in `parameters` stands for its argument."""
 
     def expansion(b: Builder, node: fx.Node) -> fx.Node:
         numbers = [argument(node, n) if isinstance(n, str) else n for n in parameters]
@@ -135,14 +135,14 @@ def _normal(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _bernoulli(b: Builder, node: fx.Node) -> fx.Node:
-    """bernoulli with a tensor of probabilities: whether a uniform number is below."""
+    """bernoulli with a tensor of probabilities: whether a uniform number is below the probability."""
     p = operands(node)[-1]
     uniform = drawn(b, "uniform", [0.0, 1.0], shape(node), wide(value(p).dtype), p)
     return b.cast(b(aten.lt.Tensor, uniform, p), value(node).dtype)
 
 
 def _inverse(quantile: Callable[[Builder, fx.Node, fx.Node], fx.Node]) -> Expansion:
-    """A distribution by its inverse, of numbers between 0 and 1."""
+    """A distribution by its quantile function, applied to uniform numbers between 0 and 1."""
 
     def expansion(b: Builder, node: fx.Node) -> fx.Node:
         dtype = value(node).dtype
@@ -163,7 +163,7 @@ def _cauchy(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
 
 
 def _geometric(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
-    """How many tries a success of probability p takes; at least one also where that is certain."""
+    """The number of trials until a success of probability p, at least one."""
     p = argument(node, "p")
     tries = b(aten.mul.Scalar, b(aten.log.default, u), 1 / math.log1p(-p) if p < 1 else 0.0)
     return b(aten.clamp_min.default, b(aten.ceil.default, tries), 1)
@@ -175,7 +175,7 @@ def _log_normal(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _rrelu(b: Builder, node: fx.Node) -> fx.Node | None:
-    """In training the slope of each negative element is uniform."""
+    """rrelu: in training the slope of each negative element is uniform."""
     x, bounds = operands(node)[0], [argument(node, "lower"), argument(node, "upper")]
     if not argument(node, "training"):
         return None
@@ -184,7 +184,7 @@ def _rrelu(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _integers(b: Builder, node: fx.Node) -> fx.Node:
-    """randint, and random, which without bounds gives each integer that its dtype has."""
+    """randint, and random, which without bounds draws nonnegative integers over the range of its dtype."""
     names, dtype = argument_names(node), value(node).dtype
     low = argument(node, "low" if "low" in names else "from") if {"low", "from"} & set(names) else 0
     high = next((argument(node, name) for name in ("high", "to") if name in names), None)
@@ -194,7 +194,7 @@ def _integers(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _expand_native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """The mask does not depend on x, so that every layout of x has its part of the same mask."""
+    """native_dropout: the mask does not depend on x, so that every layout of x has its part of the same mask."""
     x, p, train = operands(node)[0], argument(node, "p"), argument(node, "train")
     if node.meta.get(_LAID):
         return None
@@ -206,7 +206,7 @@ def _expand_native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, .
 def dropped(b: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
     """x * mask / (1 - p), and the mask."""
     if b.keys is None and value(x).device.type == "cuda" and 0 < p < 1:
-        # PyTorch's kernel there draws in an order of its own, and of what is not dense in another one
+        # PyTorch's kernel there draws in its own order, and in another one for tensors that are not dense
         if not _dense(value(x)):
             raise CaptureError(
                 f"dropout of a tensor that is not dense (its shape is {list(shape(x))}, its strides "
@@ -229,7 +229,7 @@ def _by_keys_or_torch(expansion: Expansion) -> Expansion:
     return lambda b, node: _drawn_by_torch(b, node) if b.keys is None else expansion(b, node)
 
 
-# By the operators of `random_numbers.py`; where there are no keys, PyTorch draws (`_drawn_by_torch`).
+# In terms of the operators of `random_numbers.py`; without keys, PyTorch draws (`_drawn_by_torch`).
 _DRAWN: dict[Any, Expansion] = {
     aten.bernoulli.Tensor: _bernoulli,
     aten.bernoulli.default: _bernoulli,

@@ -1,8 +1,8 @@
-"""Reductions: sums, maxima, and what expansion makes of them: means, variances, norms, and the logarithm of a sum of
-exponentials. A mean is a sum divided by the *global* count, so the count of a rank's elements never enters.
+"""Reductions: sums and maxima, and the means, variances, norms and logsumexp that expansion writes in terms of them. A
+mean is a sum divided by the *global* count, so the count of a rank's elements never enters.
 
-They are computed in float32 where the tensor is of a lower precision, as PyTorch's kernels do inside. At zero, where a
-square root has no derivative, a standard deviation and a norm have a gradient of zeros, as PyTorch's have.
+They compute in float32 for tensors of lower precision, as PyTorch's kernels do inside. At zero, where a square root has
+no derivative, a standard deviation and a norm have a gradient of zeros, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def _dims(node: fx.Node) -> tuple[int, ...]:
-    """The dims that a call reduces, all where it names none."""
+    """The dims that a call reduces; all if it names none."""
     count = len(shape(operands(node)[0]))
     dims = argument(node, "dim") if "dim" in argument_names(node) else None
     dims = [dims] if isinstance(dims, int) else dims
@@ -38,7 +38,7 @@ def _keeps(node: fx.Node) -> bool:
 
 # -- Rules
 
-# Operators whose result is the largest of what they reduce.
+# Operators whose result is the maximum of the reduced elements.
 MAXIMA = frozenset({aten.amax.default})
 
 
@@ -58,8 +58,8 @@ def _reduction_rule(node: fx.Node) -> Rule | None:
 
 
 def _histogram_rule(node: fx.Node) -> Rule:
-    """histc: how many elements are in each bin. Between ends that the call names every part has addends; otherwise the
-    ends are those of all elements."""
+    """histc: the number of elements in each bin. With explicit bounds every part has addends; otherwise the bounds
+    depend on all elements, which stay whole."""
     (x,) = operands(node)
     every = () if argument(node, "min") < argument(node, "max") else range(len(shape(x)))
     letters = without(letters_of(shape(x)), every)
@@ -68,7 +68,7 @@ def _histogram_rule(node: fx.Node) -> Rule:
 
 
 def _matrix_norm_rule(node: fx.Node) -> Rule:
-    """Norms over two dims, or by a number over any: those stay whole."""
+    """Norms over two dims, or of any order over some: the reduced dims stay whole."""
     size, dims = shape(operands(node)[0]), argument(node, "dim")
     reduced = (
         {d % len(size) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -94,7 +94,7 @@ def _expand_mean(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _correction(node: fx.Node) -> float:
-    """By how much the divisor of a variance is less than the count."""
+    """The difference between the count and the divisor of a variance."""
     if "unbiased" in argument_names(node):
         return float(argument(node, "unbiased"))
     correction = argument(node, "correction")
@@ -108,8 +108,8 @@ def _root(b: Builder, x: fx.Node) -> fx.Node:
 
 
 def _variance_and_mean(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Variance and mean. The squares are about the mean as a constant: a variance does not change with what it is
-    about, so that its gradient needs no sum over the ranks."""
+    """Variance and mean. The squared deviations treat the mean as a constant: the derivative of a variance by its
+    center is zero at the mean, so that its gradient needs no sum over the ranks."""
     x = operands(node)[0]
     dims, keep, dtype = list(_dims(node)), _keeps(node), wide(value(x).dtype)
     count = math.prod(shape(x)[d] for d in dims) if shape(x) else 1
@@ -143,7 +143,7 @@ def _expand_std_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def _expand_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """The norms that are a sum or a maximum of magnitudes: of order 1, 2 and infinity."""
+    """Norms that are a sum or a maximum of magnitudes: those of order 1, 2 and infinity."""
     x, order = operands(node)[0], argument(node, "ord")
     order = 2.0 if order is None else float(order)
     of_matrix = node.target is aten.linalg_norm.default and argument(node, "ord") is not None and len(_dims(node)) == 2
@@ -165,7 +165,7 @@ def _expand_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
-    """log(sum of exp(x - m)) + m with m the largest, a constant; an infinite m is replaced by zero."""
+    """log(sum of exp(x - m)) + m with m the maximum, as a constant; zero replaces an infinite m."""
     x, dims, keep = operands(node)[0], list(_dims(node)), _keeps(node)
     if not value(x).is_floating_point() or not shape(x):
         return None
@@ -187,12 +187,12 @@ def _expand_weight_norm(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _expand_extreme(target: Any) -> Expansion:
-    """The largest or least of all elements; equal ones share the gradient."""
+    """The maximum or minimum of all elements; equal elements share the gradient."""
     return lambda b, node: b(target, operands(node)[0], [])
 
 
 def _expand_any(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Whether some element is not zero: the largest of ones and zeros."""
+    """Whether some element is not zero: the maximum of ones and zeros."""
     x = operands(node)[0]
     return None if 0 in shape(x) else b.cast(_some(b, node, b(aten.ne.Scalar, x, 0)), value(node).dtype)
 
@@ -214,7 +214,7 @@ def _expand_count_nonzero(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _expand_frobenius(b: Builder, node: fx.Node) -> fx.Node | None:
-    """As the norm of a vector."""
+    """A Frobenius norm as a vector norm."""
     if argument(node, "ord") != "fro":
         return None
     x, dims = operands(node)[0], argument(node, "dim")

@@ -1,7 +1,7 @@
-"""Operators that lay out the same elements in other dims: views, permutations, what joins tensors and cuts them up.
+"""Operators that rearrange elements into other dims: views, permutations, concatenation, splits.
 
-The factors of a view are the common refinement of both shapes, so that a dim that is cut in two, or merged of two,
-stays split where its major part is. The others have a rule dim by dim.
+The factors of a view are the common refinement of both shapes, so that a dim that is cut in two, or merged from two,
+stays split along its major part. The others have a rule dim by dim.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _view_rule(node: fx.Node) -> Rule | None:
             right[j].append(name)
             rest_left[i] //= common
             rest_right[j] //= common
-        else:  # nothing in common: these dims stay whole up to where both shapes have covered as much
+        else:  # no common factor: these dims stay whole up to where both shapes cover equally many elements
             a, b = rest_left[i], rest_right[j]
             while a != b:
                 if a < b:
@@ -59,7 +59,7 @@ def _view_rule(node: fx.Node) -> Rule | None:
                     b *= after[j]
             i, j = i + 1, j + 1
     dims = zip((*left, *right), (*before, *after), strict=True)
-    # an uneven shard of a factor that only begins a dim is not an uneven shard of the dim
+    # an uneven shard of a factor that is only part of a dim is not an uneven shard of the dim
     begun = frozenset(f for parts, size in dims if math.prod(sizes[f] for f in parts) != size for f in parts)
     return Rule(
         (tuple(map(tuple, left)),), (tuple(map(tuple, right)),), sizes,
@@ -87,7 +87,7 @@ def _reorder(order: Callable[[fx.Node, int], list[int]]) -> RowFunction:
 
 
 def _transposed(node: fx.Node, count: int) -> list[int]:
-    """The order of `count` dims after two of them changed places."""
+    """The order of `count` dims with the two transposed ones exchanged."""
     order = list(range(count))
     if count:
         a, b = argument(node, "dim0") % count, argument(node, "dim1") % count
@@ -105,9 +105,9 @@ def _squeezed_rule(node: fx.Node) -> Rule | None:
 
 
 def _cat_rule(node: fx.Node) -> Rule | None:
-    """Tensors one after another along a dim that stays whole."""
+    """cat: the dim of concatenation stays whole."""
     parts = operands(node)
-    if any(shape(o) == (0,) for o in parts):  # expansion leaves such a one only where there is nothing else
+    if any(shape(o) == (0,) for o in parts):  # expansion keeps empty ones only if there are no others
         return whole(node)
     dim = argument(node, "dim") % len(shape(node))
     letters = without(letters_of(shape(node)), {dim})
@@ -116,7 +116,7 @@ def _cat_rule(node: fx.Node) -> Rule | None:
 
 
 def _stack_rule(node: fx.Node) -> Rule | None:
-    """Tensors one after another along a new dim, which stays whole."""
+    """stack: the new dim stays whole."""
     parts = operands(node)
     dim = argument(node, "dim") % len(shape(node))
     letters = letters_of(shape(parts[0]))
@@ -126,7 +126,7 @@ def _stack_rule(node: fx.Node) -> Rule | None:
 
 
 def _pieces_rule(node: fx.Node) -> Rule | None:
-    """split, unbind: several results, cut along one dim that stays whole."""
+    """split, unbind: several results along one dim, which stays whole."""
     x = operands(node)[0]
     size = shape(x)
     dim = argument(node, "dim") % len(size)
@@ -144,7 +144,7 @@ def _shuffle_rule(node: fx.Node) -> Rule | None:
 
 
 def _diag_embed_rule(node: fx.Node) -> Rule:
-    """The last dim becomes the diagonal of two new ones."""
+    """diag_embed: the last dim becomes the diagonal of two new ones, which stay whole."""
     (x,) = operands(node)
     size, out = shape(x), shape(node)
     letters = without(letters_of(size), {len(size) - 1})
@@ -166,14 +166,14 @@ def _complex_parts_rule(node: fx.Node) -> Rule:
 
 
 def _expand_broadcast_tensors(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """Each tensor by itself, expanded to the common shape (mse_loss broadcasts its arguments this way)."""
+    """Expand each tensor to the common shape (mse_loss broadcasts its arguments this way)."""
     tensors: Any = node.args[0]
     common = tuple(torch.broadcast_shapes(*map(shape, tensors)))
     return tuple(t if shape(t) == common else b(aten.expand.default, t, list(common)) for t in tensors)
 
 
 def _expand_cat(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Without the empty tensors of one dim that PyTorch skips, such as a cache begins with."""
+    """Drop the empty 1-dim tensors that PyTorch skips, such as the initial one of a cache."""
     parts = [part for part in operands(node) if shape(part) != (0,)]
     if not parts or (len(parts) == len(operands(node)) and node.target is aten.cat.default):
         return None
@@ -182,7 +182,7 @@ def _expand_cat(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_repeat_interleave(b: Builder, node: fx.Node) -> fx.Node:
-    """Each element of a dim several times: a dim of its own, which is merged."""
+    """Repeat each element along a new dim, which is then merged."""
     x, repeats, dim = operands(node)[0], argument(node, "repeats"), argument(node, "dim")
     if dim is None:
         x, dim = b(aten.reshape.default, x, [-1]), 0
@@ -192,7 +192,7 @@ def _expand_repeat_interleave(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _expand_squeeze(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Only the dims that are of size 1 in the whole tensor, by number: a rank may hold one element of a split dim."""
+    """Squeeze by number only the dims of size 1 in the whole tensor: a rank may hold one element of a split dim."""
     x = operands(node)[0]
     size = shape(x)
     asked = argument(node, "dim") if "dim" in argument_names(node) else range(len(size))
