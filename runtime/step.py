@@ -137,8 +137,9 @@ class CompiledStep:
         return set.intersection(set(range(len(self.results))), *(self.apart[i] for i in done))
 
     def derived(self, asked: Wanted) -> tuple[list[int], CompiledStep]:
-        """What computes gradients that can be differentiated again, for tangents of the outputs `asked`: the positions
-        of the inputs with gradients, and a step from the inputs and the tangents to the outputs and those gradients."""
+        """A step with gradients that can be differentiated again, for tangents of the outputs `asked`. Returns the
+        positions of the inputs with gradients, and the step from the inputs and the tangents to the outputs and those
+        gradients."""
         if asked not in self._derived:
             first = self.differentiate(self.step.program, asked)
             program = gradient_program(first)

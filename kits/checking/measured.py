@@ -32,7 +32,7 @@ class Measured:
 
     @property
     def slices(self) -> list[Shard]:
-        """How it is split."""
+        """Its Shard placements."""
         return [placement for placement in self.placements if isinstance(placement, Shard)]
 
     def of_means(self, mesh: Mesh) -> bool:

@@ -145,14 +145,14 @@ def of_cache() -> Iterator[DoctorFinding]:
 
 
 def of_gpus(processes: int) -> Iterator[DoctorFinding]:
-    """Whether each process of this host has a GPU."""
+    """The number of GPUs, compared with the processes of this host."""
     there = has_backend("nccl") and torch.cuda.is_available() and torch.cuda.device_count()
     if there and (problem := _problem(lambda: check_enough(processes))):
         yield DoctorFinding(problem)
 
 
 def of_threads(processes: int, environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """Whether there are more threads than cores."""
+    """The number of threads, compared with the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     if processes > 1 and "OMP_NUM_THREADS" not in environment and threads * processes > cores:

@@ -55,7 +55,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Way:
-    """How nothing leaves the host in plain: the `interface` that all bind to, and this host's `address` on it."""
+    """A way on which nothing leaves the host in plain: the `interface` that all bind to, and this host's `address` on
+    it."""
 
     interface: str
     address: str
@@ -240,7 +241,7 @@ _MEET: Mapping[str, str] = {"the scheduler": "MS_SCHED_HOST"}
 
 
 def _bind(interface: str) -> None:
-    """Have gloo and NCCL use one interface only."""
+    """Make gloo and NCCL use one interface only."""
     variables = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",  # not interfaces whose names only begin with it

@@ -35,7 +35,7 @@ CODES = {  # the meaning of a code on an axis, and its colour; for others the fi
     "B": ("the same; gradients are added up", "#e6e1d3"),
     "P": ("addends of the value", "#f6b566"),
 }
-KINDS = {  # names of collectives, and their colours
+KINDS = {  # the colour of each kind of collective
     Kind.ALL_REDUCE: "#c8324a",
     Kind.ALL_GATHER: "#2468c4",
     Kind.REDUCE_SCATTER: "#7a48bd",
