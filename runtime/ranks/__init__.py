@@ -1,7 +1,8 @@
 """What ranks know of each other: they compare what has to be the same everywhere, and no rank waits in vain.
 
-watch.py            the thread that asks and answers; doing.py, answering.py; over NCCL flights.py agreement.py
-the comparison before a plan is followed ledger.py           the comparison while steps run; replicas.py: of parameters
-and states stragglers.py       the ranks that others wait for; device_memory.py: the memory of each rank's device
+watch.py            the thread that asks and answers; doing.py, answering.py; over NCCL flights.py
+agreement.py        the comparison before a plan is followed
+ledger.py           the comparison while steps run; replicas.py: of parameters and states
+stragglers.py       the ranks that others wait for; device_memory.py: the memory of each rank's device
 world.py            values that are kept as long as a process group lasts
 """
