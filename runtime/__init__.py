@@ -1,16 +1,16 @@
-"""Running a step: all ranks simulated in one process (`Simulator`), or this rank of a process group (`Worker`).
+"""Run a step: all ranks simulated in one process (`Simulator`), or this rank of a process group (`Worker`).
 
-In come the graphs of a `Step` and the tensors of a call; out go its results, and gradients by autograd. Both executors
-run the same instructions, and tell `record_collectives` of the same collectives.
+The input is the graphs of a `Step` and the tensors of a call; the output is its results, with gradients by autograd.
+Both executors run the same instructions and report the same collectives to `record_collectives`.
 
     code/               a graph as a Python function
     ranks/              what ranks know of each other
     executors/          all ranks in one process, or one of a process group
     tensors/            parameters and results that are split
-    launching/          what started this process, and how the processes meet
-    step.py             one call: forward, what is saved, backward; random_state.py
+    launching/          the launcher of this process, and how the processes meet
+    step.py             one call: the forward, the saved values, the backward; random_state.py
     actions.py          a step as a list of actions of stages, which a schedule orders
-    by_hand.py          collectives that people call; groups.py: of which ranks
+    by_hand.py          collectives that people call; groups.py: the ranks that call them
 """
 
 from __future__ import annotations

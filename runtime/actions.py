@@ -1,13 +1,13 @@
-"""A step as a list of actions: what each stage of a program does, in order, for which microbatch.
+"""A step as a list of actions: the work of each stage of a program, in order, with the microbatch of each action.
 
 A stage is a step on a mesh of its own. With one stage and one microbatch the list is `STEP`: the forward, and then the
-backward, in which autograd calls them of itself (`step.py`). Two stages, two microbatches:
+backward, which autograd calls by itself (`step.py`). Two stages, two microbatches:
 
     stage 0   forward 0   send 0 to 1   forward 1   send 1 to 1   receive 0 from 1   backward 0   ...
     stage 1   receive 0 from 0   forward 0   backward 0   send 0 to 0   receive 1 from 0   forward 1   ...
 
-What goes to a later stage are results, what goes to an earlier one their gradients. A process plays the list of its own
-stage; where all stages are in one process, it plays each list as far as it goes.
+Results are sent to later stages, and their gradients to earlier ones. A process plays the list of its own stage; if all
+stages are in one process, it plays each list as far as it can.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tensors.parameters import gradient_of
 
 
 class Does(Choice):
-    """What an action does."""
+    """The kind of an action."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -37,7 +37,7 @@ class Does(Choice):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a stage does for a microbatch; `peer`: the stage to which it sends, or from which it receives."""
+    """One action of a stage for a microbatch; `peer`: the stage to which it sends, or from which it receives."""
 
     does: Does
     microbatch: int = 0
@@ -65,8 +65,7 @@ class StageLink:
 
     @classmethod
     def of(cls, stages: Mapping[int, CompiledStep], source: int, output: int, target: int, input: int) -> StageLink:
-        """The link of two steps. Raises StrategyError where a gradient would go as partial
-        sums."""
+        """The link of two steps. Raises StrategyError if a gradient would be sent as partial sums."""
         out, into = stages[source].step.program.outputs[output], stages[target].step.program.inputs[input]
         name = f"{out.port.name} of stage {source}"
         there = Route(name, out.shape, out.dtype, out.layout, into.layout)
@@ -79,10 +78,10 @@ class StageLink:
 class Stage:
     """A stage while its actions run.
 
-    step       what it runs; with a backward, where actions have one
-    given      the tensors of a microbatch, in the order of the program's inputs; None for what another stage sends
-    links      of its results and inputs, with those of other stages
-    tangents   of a microbatch, those of the results that it differentiates and that no link takes, in their order
+    step       the step that it runs; with a backward if there are actions for one
+    given      the tensors of a microbatch, in the order of the program's inputs; None for inputs from another stage
+    links      from its results to other stages, and from other stages to its inputs
+    tangents   of a microbatch: those of the results that it differentiates and that have no link, in their order
     """
 
     def __init__(
@@ -105,17 +104,17 @@ class Stage:
         self._sums: dict[int, list[Tensor]] = {}  # of gradients of other inputs, over microbatches
 
     def can(self, action: Action) -> bool:
-        """Whether an action need not wait for another stage of this process."""
+        """Return whether an action can run without waiting for another stage of this process."""
         routes = self._routes(action, receiving=True) if action.does is Does.RECEIVE else ()
         return all(self._courier.ready(route, action.microbatch) for route in routes)
 
     def act(self, action: Action) -> None:
-        """Do it."""
+        """Run the action."""
         with torch.no_grad():
             _ACTS[action.does](self, action)
 
     def finish(self) -> None:
-        """Its last action is done."""
+        """Wait until everything that the stage sent has left."""
         self._courier.finish()
 
     def results(self, microbatch: int) -> list[Tensor]:
@@ -138,7 +137,7 @@ class Stage:
         return found
 
     def _routes(self, action: Action, receiving: bool) -> list[Route]:
-        """The routes of what an action sends or receives."""
+        """The routes of the values that an action sends or receives."""
         assert action.peer is not None
         if (action.peer < self.number) is receiving:  # results
             links = self._into if receiving else self._out
@@ -202,9 +201,9 @@ _ACTS = {
 
 
 def play(schedule: Mapping[int, Sequence[Action]], stages: Mapping[int, Stage]) -> None:
-    """Do the actions of the stages that are in this process, each in its order.
+    """Run the actions of the stages in this process, each stage's in order.
 
-    Raises RuntimeStateError where stages wait for each other.
+    Raises RuntimeStateError if stages wait for each other.
     """
     left = {number: list(schedule[number])[::-1] for number in stages}
     while any(left.values()):

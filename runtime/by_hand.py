@@ -1,12 +1,12 @@
 """Collectives that people call by hand, on the process group of this rank: the kernels of `propagation/ops/by_hand.py`.
 
-Sums, maxima and even gathers are issued as those of a program are (`issue.py`). Everything else is one exchange, in
-which each rank sends bytes to each other one: pieces of other sizes, permutations, messages; reductions of these are
+Sums, maxima and even gathers are issued like those of a program (`issue.py`). Everything else is one exchange, in which
+each rank sends bytes to every other one: pieces of different sizes, permutations, messages; reductions of these are
 then computed here.
 
-What ranks call is noted as the programs that they run are (`watch.py`): a rank that calls something else, or that never
-comes, is named. With PARTWAY_VERIFY=1 ranks compare each call before they make it. Where ranks may have tensors of
-different sizes, they first tell each other how many elements they send.
+The calls of a rank are recorded like the programs that it runs (`watch.py`), so that an error names a rank that calls
+something else or never arrives. With PARTWAY_VERIFY=1 ranks compare each call before they make it. Ranks whose tensors
+may differ in size first tell each other how many elements they send.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from .ranks.world import of_world
 
 
 class _Call:
-    """One collective of this rank: where it is, and with whom. `told`: the call with what it is called on, for
-    people."""
+    """One collective of this rank: its place and its group. `told`: the call with its arguments, for messages."""
 
     def __init__(self, name: str, axes: Sequence[str], told: str) -> None:
         here = place()
@@ -47,11 +46,11 @@ class _Call:
         self.ledger = ledger_name(self.axes, self.ranks)
 
     def seat(self) -> Seat:
-        """This rank in its group."""
+        """The position of this rank in its group."""
         return Seat(self.group, self.position, of_world(Scratch))
 
     def relayout(self, source: Placement, target: Placement, what: Kind | None = None) -> Relayout:
-        """It as an instruction of a program."""
+        """The collective as an instruction of a program."""
         what = what or kind(source, target)
         return Relayout(
             kind=what,
@@ -67,7 +66,7 @@ class _Call:
         )
 
     def converted(self, x: Tensor, source: Placement, target: Placement) -> Tensor:
-        """What a conversion makes of this rank's `x`."""
+        """This rank's `x` after the conversion from `source` to `target`."""
         c = self.relayout(source, target)
         pending = ISSUERS[c.kind](c, self.seat())(x.contiguous())
         for work in pending.works:
@@ -76,14 +75,15 @@ class _Call:
         return result
 
     def wait(self, work: Any, purpose: str = "") -> None:
-        """Wait for what was issued. Raises RuntimeStateError where others of the group cannot come."""
+        """Wait for an issued collective. Raises RuntimeStateError if others of the group cannot come."""
         watch().wait_for(work, self.group, purpose or self.told)
 
     def exchanged(
         self, outgoing: Sequence[Tensor], counts: Sequence[int], like: Tensor, known: bool = False
     ) -> list[Tensor]:
-        """A flat tensor from each rank, of as many elements as `counts` says; `outgoing` has one for each. Raises
-        RuntimeStateError where a rank sends another count, unless it is `known` that none does."""
+        """Exchange flat tensors with all ranks of the group: send each its tensor of `outgoing`, and return one from
+        each, with `counts` elements. Raises RuntimeStateError if a rank sends another count; not checked if the counts
+        are `known` to match."""
         sent = torch.cat([x.reshape(-1) for x in outgoing])
         if not known:
             self._check_counts([x.numel() for x in outgoing], counts)
@@ -98,7 +98,8 @@ class _Call:
         return list(received.split(list(counts)))
 
     def _check_counts(self, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """What a rank sends is not always what another waits for, and a transport may not say so."""
+        """Raise RuntimeStateError if a rank sends a count that another does not expect: a transport may not report
+        it."""
         told = torch.tensor(sent, dtype=torch.int64, device=device_type())
         coming = torch.empty_like(told)
         self.wait(dist.all_to_all_single(coming, told, group=self.group, async_op=True))
@@ -111,7 +112,7 @@ class _Call:
 
 
 def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function of a call and the operator's arguments the kernel of `operator`."""
+    """Register a function of a call and the operator's arguments as the kernel of `operator`."""
     name: str = operator.name().removeprefix("partway::")
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,17 +138,17 @@ def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-_LONGEST = 512  # bytes of a call that is compared
+_LONGEST = 512  # bytes of the text of a call that ranks compare
 _LIBRARY = torch.library.Library("partway", "IMPL")
 _AXES = {
     "all_reduce": 1, "all_gather": 1, "reduce_scatter": 2, "broadcast": 1, "reduce": 1, "all_to_all": 2, "permute": 1,
     "send_receive": 6,
 }  # fmt: skip  # which argument after the tensor has the axes
-_NAMES = {"send_receive": "neighbor_exchange"}  # as people call it
+_NAMES = {"send_receive": "neighbor_exchange"}  # the public name
 
 
 def _told(name: str, arguments: Sequence[Any]) -> str:
-    """A call as messages tell it, alike on all ranks."""
+    """The text of a call in messages, the same on all ranks."""
     at = _AXES[name]
     told = [] if name == "send_receive" else list(arguments[:at])
     if name in ("all_gather", "reduce_scatter") and not _even(arguments[at + 1]):
@@ -158,7 +159,7 @@ def _told(name: str, arguments: Sequence[Any]) -> str:
 
 
 def _kind_of(name: str, x: Any, arguments: Sequence[Any]) -> str:
-    """What ranks must hand in alike: the dtype and the shape, with None for sizes that may differ."""
+    """The dtype and the shape that all ranks have to pass, with None for sizes that may differ."""
     if name == "send_receive":
         return "messages"
     shape = list(x.shape)
@@ -168,7 +169,7 @@ def _kind_of(name: str, x: Any, arguments: Sequence[Any]) -> str:
 
 
 def _own_dims(name: str, arguments: Sequence[Any]) -> Sequence[int]:
-    """The dims of whose sizes each rank may have its own."""
+    """The dims whose sizes may differ from rank to rank."""
     if name == "all_gather":
         return arguments[:1]
     if name == "all_to_all" and not _even(arguments[3], arguments[4]):
@@ -223,7 +224,7 @@ def _all_reduce(c: _Call, x: Tensor, op: str, axes: list[str], size: int) -> Ten
 
 
 def _stacked(c: _Call, x: Tensor) -> Tensor:
-    """What all ranks have, stacked."""
+    """The tensors of all ranks, stacked."""
     every = c.exchanged([x.contiguous()] * c.size, [x.numel()] * c.size, x, known=True)
     return torch.stack([one.view(x.shape) for one in every])
 

@@ -1,8 +1,8 @@
-"""Which ranks call a collective together: those along axes of a mesh, those of a group that somebody has made by name,
-and those of a ProcessGroup of PyTorch's.
+"""The groups of ranks that call a collective together: along axes of a mesh, created by name, or a ProcessGroup of
+PyTorch.
 
-To make a group is a collective of all ranks. They first agree on what is made (`agreement.py`), so that ranks that
-would make different groups, or come in another order, are told so instead of waiting for each other.
+Creating a group is a collective of all ranks. They first agree on the group (`agreement.py`), so that ranks that would
+create different groups, or in another order, get an error instead of waiting for each other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .ranks.watch import failed_in, watch
 from .ranks.world import of_world
 from .torch_internals import process_group_named, timeout_of
 
-WORLD = "world"  # the axis of all ranks, where no mesh was set
-_OF_TORCH = "ProcessGroup "  # how the names of PyTorch's groups begin
+WORLD = "world"  # the axis of all ranks if no mesh is set
+_OF_TORCH = "ProcessGroup "  # the prefix of the names of PyTorch's groups
 _EVERY_RANK = "let every rank create the same groups in one order, also those that it is not in"
 _SAME_MESH = "call set_mesh with one mesh on every rank"
 T = TypeVar("T")
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Made:
-    """A group that was made by name: its process group, where this rank is in it with others, and which in order of
-    all that were made it is."""
+    """A group created by name: its process group if this rank is in it with others, and its number in order of
+    creation."""
 
     members: Members
     group: Any
@@ -43,8 +43,8 @@ class _Made:
 
 
 class _Groups:
-    """Those of one job. `of` has the process groups of `mesh`: not those of programs, which the call of one rank alone
-    would meet there."""
+    """The groups of one job. `of` has the process groups of `mesh`: not those of programs, where the call of one rank
+    alone would be matched with a collective of the program."""
 
     def __init__(self) -> None:
         self.world: Any = _world()
@@ -65,9 +65,9 @@ def _groups() -> _Groups:
 def set_mesh(mesh: Mesh | None) -> None:
     """Let collectives of this process name the axes of `mesh`; None: no axes. Every rank calls it.
 
-    Makes a process group for each axis and each set of axes: ranks then call as they like, each group by itself.
-    Raises RuntimeStateError for a mesh of another number of devices than there are processes, and where ranks give
-    different ones; StrategyError for an axis that is called as a group is.
+    Makes a process group for each axis and each set of axes, so that ranks can then call collectives group by group.
+    Raises RuntimeStateError for a mesh whose number of devices is not the number of processes, and if ranks pass
+    different meshes; StrategyError for an axis with the name of a group.
     """
     here = _groups()
     about = "make the groups of a mesh"
@@ -96,13 +96,13 @@ def set_mesh(mesh: Mesh | None) -> None:
 
 
 def place() -> Place:
-    """Where this process is: on the mesh that was set, else on one axis of all ranks."""
+    """The place of this process on the mesh that was set, or else on one axis of all ranks."""
     return Place(_groups().mesh, dist.get_rank(), groups=members_of)
 
 
 def process_group(axes: tuple[str, ...]) -> Any:
-    """That of this rank, along `axes` of the mesh or of the group that stands there by its name. Those of all ranks are
-    made when they are first asked for, by all of them."""
+    """The process group of this rank along `axes` of the mesh, or the group named there. That of all ranks is created
+    at its first use, by all of them."""
     here = _groups()
     if axes[0] in here.named:
         return here.named[axes[0]].group
@@ -114,7 +114,7 @@ def process_group(axes: tuple[str, ...]) -> Any:
 
 
 def ledger_name(axes: tuple[str, ...], ranks: Sequence[int]) -> str:
-    """What the ledger of a group is called, by these ranks alone."""
+    """The name of the ledger that these ranks alone share."""
     here = _groups()
     if axes[0] in here.named:
         return f"calls/{here.named[axes[0]].number}/{axes[0]}"
@@ -123,8 +123,8 @@ def ledger_name(axes: tuple[str, ...], ranks: Sequence[int]) -> str:
 
 
 def members_of(group: object) -> Members | None:
-    """The group that `group` means, if it is the name of one that was made, or a ProcessGroup; None for others. Raises
-    StrategyError for a ProcessGroup that has no ranks for this one."""
+    """Return the group that `group` denotes if it is the name of a created group or a ProcessGroup; else None. Raises
+    StrategyError for a ProcessGroup without this rank."""
     if isinstance(group, str):
         if made := _groups().named.get(group):
             return made.members
@@ -134,7 +134,8 @@ def members_of(group: object) -> Members | None:
 
 
 def process_group_of(group: object) -> Any:
-    """`group` if it is a ProcessGroup, else None. Raises StrategyError for what new_group gives to other ranks."""
+    """Return `group` if it is a ProcessGroup, else None. Raises StrategyError for the value that new_group returns on
+    ranks outside the group."""
     if isinstance(group, dist.ProcessGroup):
         return group
     if group == dist.GroupMember.NON_GROUP_MEMBER and isinstance(group, int):
@@ -150,7 +151,7 @@ def _members(group: dist.ProcessGroup) -> Members:
 
 
 def _of_torch(name: str) -> Any:
-    """The ProcessGroup by its name as a group."""
+    """The ProcessGroup with this name as a group."""
     try:
         return process_group_named(name.removeprefix(_OF_TORCH))
     except RuntimeError as error:
@@ -161,9 +162,10 @@ def _of_torch(name: str) -> Any:
 
 
 def create(name: str, ranks: Sequence[int], place: Place) -> None:
-    """Make the group `name` of `ranks`. Every rank of the job calls it, at `place`, whether it is in the group or not.
+    """Create the group `name` of `ranks`. Every rank of the job calls it, at `place`, whether it is in the group or
+    not.
 
-    Raises StrategyError for a name or ranks that cannot be, RuntimeStateError, on every rank, where ranks differ.
+    Raises StrategyError for an invalid name or invalid ranks, and RuntimeStateError, on every rank, if ranks differ.
     """
     here = _groups()
     if not launched():
@@ -182,8 +184,8 @@ def create(name: str, ranks: Sequence[int], place: Place) -> None:
 
 
 def destroy(name: str) -> None:
-    """End the group `name`. Every rank calls it. Raises StrategyError where there is none, RuntimeStateError, on every
-    rank, where ranks differ."""
+    """End the group `name`. Every rank calls it. Raises StrategyError if there is none, and RuntimeStateError, on every
+    rank, if ranks differ."""
     here = _groups()
     if not launched():
         del here.named[_made_name(name)]
@@ -197,7 +199,7 @@ def destroy(name: str) -> None:
 
 
 def _checked(name: object, ranks: object, place: Place) -> Members:
-    """The group of this name and these ranks. Raises StrategyError where there cannot be one."""
+    """The group with this name and these ranks. Raises StrategyError if they are invalid."""
     call, mesh = "create_group", place.mesh
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{call}: the name of a group is {shown(name)}; write some text")
@@ -224,7 +226,7 @@ def _checked(name: object, ranks: object, place: Place) -> Members:
 
 
 def _made_name(name: object) -> str:
-    """A name of a group that was made. Raises StrategyError for others."""
+    """Return `name` if a group was created with it. Raises StrategyError otherwise."""
     named = _groups().named
     if isinstance(name, str) and name in named:
         return name
@@ -233,7 +235,7 @@ def _made_name(name: object) -> str:
 
 
 def _together(purpose: str, make: Callable[[], T]) -> T:
-    """What all ranks make together."""
+    """Return the result of `make`, which all ranks call together."""
     try:
         return watch().together(purpose, make)
     except RuntimeStateError:

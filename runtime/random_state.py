@@ -1,4 +1,4 @@
-"""The states of the random generators that a step draws from: read, put back, and shared among ranks."""
+"""Read, restore and share among ranks the states of the random generators that a step draws from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..strategy.mesh import Mesh
 from .executors.execute import process_group
 from .launching.process import device_type
 
-Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
+Generators = tuple[Tensor, Tensor | None]  # the states of the CPU generator and, if there is a GPU, of its generator
 
 
 def states_of(device: torch.device) -> Generators:
@@ -32,7 +32,7 @@ def put_back(states: Generators, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawing_again(states: Generators | None, device: torch.device) -> Iterator[None]:
-    """Draw the numbers that come after `states` of the generators again, and leave the generators as they are."""
+    """Draw the same numbers again from `states`, and leave the generators as they are."""
     if states is None:
         yield
         return
@@ -42,7 +42,7 @@ def drawing_again(states: Generators | None, device: torch.device) -> Iterator[N
 
 
 def generators() -> dict[str, Tensor]:
-    """The states of the random generators that operators draw from, each with what people are told that it is."""
+    """The states of the random generators that operators draw from, by their names in messages."""
     states = {"the random generator": torch.get_rng_state()}
     if device_type() == "cuda":
         states["the random generator of CUDA"] = torch.cuda.get_rng_state()
@@ -50,8 +50,8 @@ def generators() -> dict[str, Tensor]:
 
 
 def share_generators(part: Mesh | None = None) -> None:
-    """Give every rank of the job, or of the mesh `part` of it, the states of the first one's random generators; each of
-    them calls it."""
+    """Give every rank of the job, or of the mesh `part` of it, the generator states of the first rank. Each of them
+    calls it."""
     states: list[Any] = [generators()]
     group = process_group(part, part.axes) if part else None
     dist.broadcast_object_list(states, part.ranks[0] if part else 0, group=group)

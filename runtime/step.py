@@ -1,7 +1,6 @@
-"""One call of a compiled function: the forward graph runs, what the backward needs is saved, and autograd
-calls the backward graph. The executor (simulated ranks or one rank of a process group) is an argument: with
-simulated ranks a call takes and gives whole tensors, with one rank of a process group that rank's parts.
-"""
+"""One call of a compiled function: the forward graph runs, the values for the backward are saved, and autograd calls
+the backward graph. The executor (simulated ranks or one rank of a process group) is an argument: with simulated ranks a
+call takes and returns whole tensors, with one rank of a process group that rank's parts."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ Wanted = tuple[bool, ...]
 class CompiledStep:
     """A Step as code, for one executor.
 
-    rebuild        makes the Step for other differentiated outputs; for some of these, it takes the same saved values
-    accumulation   says how gradients of the differentiated outputs accumulate
+    rebuild        makes the Step for other differentiated outputs; for a subset, from the same saved values
+    accumulation   how gradients of the differentiated outputs accumulate
     waiting        the gradients of its module that wait for their reduction
     writes         inference may write into inputs while it runs
     differentiate  makes the Step of a program whose gradients are differentiated again
@@ -75,7 +74,7 @@ class CompiledStep:
 
     @cached_property
     def forward(self) -> Loaded:
-        """From inputs to results and what the backward needs."""
+        """From inputs to results and the values that the backward needs."""
         return self._forward(self.step.forward)
 
     @cached_property
@@ -96,8 +95,8 @@ class CompiledStep:
 
     @cached_property
     def inputs_as(self) -> InputsAs:
-        """How inference takes inputs. Those that only products and lookups read are loose: a part that is a view of the
-        whole will do, and no call copies weights. (What is compiled counts on how its inputs lie.)"""
+        """How inference takes inputs. An input that only products and lookups read is loose: its part may be a view of
+        the whole, so that a call copies no weights. (Compiled code relies on the strides of its inputs.)"""
         if self.backend is not Backend.EAGER:
             return AS_TRACED
         nodes = self._to_results.graph.find_nodes(op="placeholder")
@@ -109,24 +108,24 @@ class CompiledStep:
 
     @cached_property
     def backward(self) -> Backward:
-        """From what the forward saved and tangents to gradients."""
+        """From saved values and tangents to gradients."""
         return Backward(self.step, self._backward_examples, self.loader)
 
     @cached_property
     def accumulating(self) -> Accumulating | None:
-        """The backwards whose reductions wait, if any can."""
+        """The backwards whose reductions wait, or None if none can."""
         accumulation = self.accumulation(self.step.wanted)
         return Accumulating(accumulation, self._backward_examples, self.loader) if accumulation else None
 
     @cached_property
     def apart(self) -> list[set[int]]:
-        """For each output those that may be differentiated after it was, as they need nothing of what it needs."""
+        """For each output, the outputs that can be differentiated after it, as their backwards share no saved value."""
         able = {i for i, differentiable in enumerate(self.differentiable) if differentiable}
         return [able - others for others in entangled(self.step.program)] if len(able) > 1 else [set() for _ in able]
 
     @cached_property
     def read(self) -> list[int]:
-        """The parameters of which the backward reads the memory that they have: not a copy, nor nothing."""
+        """The parameters whose memory the backward reads directly, and not a copy."""
         nodes = self.step.forward.graph.nodes
         places = {node: i for i, node in enumerate(self.step.forward.graph.find_nodes(op="placeholder"))}
         saved = [n for n in next(iter(reversed(nodes))).args[0][len(self.results) :] if isinstance(n, fx.Node)]
@@ -134,12 +133,13 @@ class CompiledStep:
         return sorted(i for i in places_read if self.parameters[i])
 
     def after(self, done: Iterable[int]) -> set[int]:
-        """The outputs that may be differentiated when the outputs `done` were."""
+        """The outputs that can be differentiated when the outputs `done` have been."""
         return set.intersection(set(range(len(self.results))), *(self.apart[i] for i in done))
 
     def derived(self, asked: Wanted) -> tuple[list[int], CompiledStep]:
-        """What gives gradients that can be differentiated again, for tangents of the outputs `asked`: of which inputs,
-        and a step from the inputs and the tangents to the outputs and those gradients."""
+        """A step with gradients that can be differentiated again, for tangents of the outputs `asked`. Returns the
+        positions of the inputs with gradients, and the step from the inputs and the tangents to the outputs and those
+        gradients."""
         if asked not in self._derived:
             first = self.differentiate(self.step.program, asked)
             program = gradient_program(first)
@@ -153,7 +153,7 @@ class CompiledStep:
         return self._derived[asked]
 
     def forward_of(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The values of the results for those of the inputs, and what the backward needs."""
+        """The results for `inputs`, and the values that the backward needs."""
         values = self.forward.run(inputs)
         return values[: len(self.results)], values[len(self.results) :]
 
@@ -166,7 +166,7 @@ class CompiledStep:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
-        # to ask a split tensor for an attribute takes microseconds otherwise
+        # asking a split tensor for an attribute takes microseconds otherwise
         results: tuple[Tensor, ...] = as_object(self._called, (), (tensors,), {})
         return results
 
@@ -180,7 +180,7 @@ class CompiledStep:
             return tuple(self._results_of(values, tensors))
 
     def _results_of(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What a call in inference gives: where an input was written in place, what there was given of it."""
+        """The results of a call in inference; an input that was written in place is returned itself."""
         if not self.written:
             yield from self.executor.leave(values, self.results, self.inference.code.shared)
             return
@@ -197,8 +197,8 @@ class CompiledStep:
         return kept, [*itertools.compress(self.results, kept)], [*itertools.compress(shared, kept)]
 
     def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
-        """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
-        are None; else all that wait are reduced with them."""
+        """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, gradients that can
+        wait are None; else all that wait are reduced with these."""
         backward, waiting = self.backward, self.waiting
         taken: dict[Reduces, list[WaitingGradient]] = {}
         kept: tuple[int, ...] = ()
@@ -227,7 +227,7 @@ class CompiledStep:
         return tuple(results)
 
     def _hold(self, primals: Sequence[Tensor], values: Mapping[int, Any]) -> None:
-        """Add the addends `values` of the gradients that wait to those that are there."""
+        """Add the addends `values` to those of the gradients that wait."""
         assert self.accumulating is not None
         self.waiting.drop()
         fresh = [(primals[i], self.executor.pack([values[i]])) for i in self.accumulating.inputs]
@@ -240,7 +240,7 @@ class CompiledStep:
         ]
 
     def reduce(self, each: Sequence[WaitingGradient]) -> None:
-        """Reduce the gradients that waited, and add them to those of their tensors."""
+        """Reduce the gradients in `each`, which have waited, and add them to those of their tensors."""
         assert self.accumulating is not None
         rest = self.accumulating.rest
         values = rest.values(self.executor.unpack(list(chain(*(kept.addends for kept in each)))))
@@ -250,7 +250,7 @@ class CompiledStep:
 
 
 def result_strides(placed: PlacedPort) -> Strides | None:
-    """The strides of a result, as one device would have them; where elements share memory there, those of a copy."""
+    """The strides of a result on one device; for elements that share memory there, the strides of a copy."""
     val = placed.port.node.meta["val"]
     return (
         strides_of(torch.empty_like(val)) if placed.port.role is Role.RESULT and strides_of(val) is not None else None
@@ -258,7 +258,7 @@ def result_strides(placed: PlacedPort) -> Strides | None:
 
 
 def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:
-    """`module` with its first `outputs` outputs only, and without what only the others need."""
+    """`module` with its first `outputs` outputs only, and without the nodes that only the others need."""
     graph = fx.Graph()
     returned: Any = graph.graph_copy(module.graph, {})
     graph.output(tuple(returned[:outputs]))
@@ -267,12 +267,12 @@ def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor of a call."""
+    """This process's part of a tensor of a call."""
     return local_part_of(tensor) if hasattr(tensor, "full_tensor") else tensor
 
 
 def _whole_gradient(gradient: Any) -> Tensor | None:
-    """A gradient without DTensor around it."""
+    """A gradient, unwrapped if it is a DTensor."""
     whole: Tensor | None = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return whole
 
@@ -286,12 +286,12 @@ class _Function(torch.autograd.Function):
         ctx.generators = states_of(tensors[0].device) if compiled.random else None
         values, saved = compiled.forward_of(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values, compiled.results, compiled.forward.code.shared[:count])
-        # autograd would let nobody write into a view that is made here
+        # autograd forbids writes into a view that is made here
         results = [result.detach() if is_view(result) else result for result in results]
         ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
-        ctx.done = frozenset()  # the outputs whose backward has freed what it needs
-        # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
-        # microsecond for each. But to write into a DTensor does not count as a write into the part that is packed.
+        ctx.done = frozenset()  # the outputs whose backward has freed its saved values
+        # Parameters live on anyway, and what the backward reads of them is in `saved`: to save them too takes a
+        # microsecond each. But a write into a DTensor does not count as a write into its packed part.
         parameters: list[Tensor | None] = list(tensors)
         for i in compiled.others:
             parameters[i] = None
@@ -314,8 +314,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward_of(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """`backward`, where split tensors are asked for attributes only."""
-        # a gradient of a result may be split, as what it was computed with is
+        """`backward`, with split tensors treated as objects: only their attributes are read."""
+        # the gradient of a result may be split if it was computed with split tensors
         gradients = tuple([g if type(g) is Tensor else _whole_gradient(g) for g in gradients])
         again = torch.is_grad_enabled()  # with create_graph=True
         if any(g is not None and is_batched(g) for g in gradients):
@@ -325,8 +325,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradients as results of a call of their own, which autograd can differentiate again. It computes the
-        forward once more, with the random numbers that it drew, and writes to no buffer."""
+        """The gradients as results of a call of their own, which autograd can differentiate again. It recomputes the
+        forward with the same random numbers, and writes to no buffer."""
         compiled: CompiledStep = ctx.compiled
         results: list[Tensor | None] = [None] * len(ctx.versions)
         asked = tuple(g is not None for g in gradients)
@@ -362,8 +362,8 @@ class _Function(torch.autograd.Function):
             again = any(a and not w for a, w in zip(asked, compiled.step.wanted, strict=True))
             compiled = compiled.rebuild(asked)
             if again:
-                # An output whose gradient was not planned for: run the forward again, with the random numbers that it
-                # drew, for the backward that is.
+                # The gradient of this output was not planned for: run the forward again, with the same random numbers,
+                # for the backward that is.
                 _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
                 with drawing_again(ctx.generators, primals[0].device):
                     _, saved = compiled.forward_of(executor.enter(primals, compiled.step.program.inputs))
@@ -375,8 +375,8 @@ class _Function(torch.autograd.Function):
         if free and keeper is not ctx and not _retains_graph():
             ctx.done |= set(itertools.compress(itertools.count(), asked))
         if free and (keeper is ctx or not ctx.compiled.after(ctx.done)):
-            # Nothing else holds what was saved now, so that each value is let go after its last use. (With
-            # retain_graph this keeps all.)
+            # Nothing else refers to the saved values here, so that each is freed after its last use. (With retain_graph
+            # this keeps all.)
             keeper.maybe_clear_saved_tensors()
         del packed, saved, tangents
         return compiled.gradients(primals, inputs, ctx.holding)
@@ -389,8 +389,8 @@ _FREED = (
 
 
 class _Keeper(torch.autograd.Function):
-    """Holds what a call saved where several backwards may run through it, one after another: of its own node autograd
-    lets it go with the first."""
+    """Holds the saved values of a call for several backwards, one after another: autograd frees those of its own node
+    in the first."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, kept: Sequence[Tensor]) -> Tensor:
@@ -399,20 +399,20 @@ class _Keeper(torch.autograd.Function):
 
 
 def _held(kept: Sequence[Tensor]) -> Tensor:
-    """A tensor whose node, through which no backward runs, holds the tensors `kept`. (Up to PyTorch 2.11 a node lets
-    what it saved go with the tensor.)"""
+    """A tensor whose node holds the tensors `kept`; no backward runs through it. (Up to PyTorch 2.11 a node frees its
+    saved tensors together with the tensor.)"""
     with torch.enable_grad():
         held: Tensor = _Keeper.apply(torch.empty(0, requires_grad=True), kept)  # type: ignore[no-untyped-call]
     return held
 
 
 def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of a call, and what it saved beside them. Raises RuntimeStateError where that was freed, or one of
-    them that the backward reads was written into."""
+    """The tensors of a call, and the values that it saved beside them. Raises RuntimeStateError if they were freed, or
+    if one that the backward reads was written into."""
     compiled: CompiledStep = ctx.compiled
     try:
         rest = iter(_keeper(ctx).saved_tensors)
-    except RuntimeError as error:  # PyTorch's texts name no tensor
+    except RuntimeError as error:  # PyTorch's messages name no tensor
         _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
         if "second time" in str(error):
             raise RuntimeStateError(_FREED) from error
@@ -425,12 +425,12 @@ def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _keeper(ctx: Any) -> Any:
-    """The node that holds what a call saved."""
+    """The node that holds the saved values of a call."""
     return ctx if ctx.held is None else ctx.held.grad_fn
 
 
 def _retains_graph() -> bool:
-    """Whether the backward that runs was asked to keep what it needs."""
+    """Return whether the running backward keeps its graph."""
     probe: Any = _held(())
     probe.grad_fn.maybe_clear_saved_tensors()
     try:
@@ -441,7 +441,7 @@ def _retains_graph() -> bool:
 
 
 def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | None], versions: Sequence[int]) -> None:
-    """Raise RuntimeStateError where a tensor was written into since it had these versions."""
+    """Raise RuntimeStateError if a tensor was written into since it had these versions."""
     for port, primal, version in zip(placed, primals, versions, strict=True):
         if primal is not None and version_of(primal) != version:
             raise RuntimeStateError(
@@ -451,7 +451,7 @@ def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | No
 
 
 def _as_gradient(primal: Tensor, part: Tensor) -> Tensor:
-    """As `gradient_of`, such that it can be differentiated."""
+    """Like `gradient_of`, but differentiable."""
     if not hasattr(primal, "full_tensor"):
         return part
     gradient: Tensor = _Gradient.apply(part, functools.partial(gradient_of, primal))  # type: ignore[no-untyped-call]
@@ -459,7 +459,7 @@ def _as_gradient(primal: Tensor, part: Tensor) -> Tensor:
 
 
 class _Gradient(torch.autograd.Function):
-    """A part of a gradient as what it is given to a parameter as."""
+    """Turns a part of a gradient into the gradient of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, placed: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,53 +1,53 @@
 """The only file of this stage that uses private modules, names and attributes of PyTorch.
 
-`propagation/torch_internals.py` has more, which this stage may use too; `tests/test_torch_internals.py` tests what is
-relied on.
+`propagation/torch_internals.py` has more, which this stage may use too; `tests/test_torch_internals.py` tests what we
+rely on.
 
 Each name, and why:
 
     torch.distributed.distributed_c10d._coalescing_manager   several collectives as one; no public name does so without
                                                              a copy
-    torch.distributed.distributed_c10d._get_default_store    the store by which the processes have met; a public name
+    torch.distributed.distributed_c10d._get_default_store    the store by which the processes have met; its public name
                                                              would be `dist.get_default_store()`
-    torch._C._distributed_c10d._resolve_process_group        a process group by its name, which is all that the
-                                                             arguments of an operator can have of it
-    torch._C._distributed_c10d._dump_nccl_trace_json         what NCCL was given and has not done; PyTorch's public
-                                                             way is a file that is written when it gives up
+    torch._C._distributed_c10d._resolve_process_group        a process group by its name, since an operator's
+                                                             arguments cannot hold the group itself
+    torch._C._distributed_c10d._dump_nccl_trace_json         NCCL's unfinished collectives; PyTorch's public
+                                                             way is a file, written when it gives up
     torch._C._current_graph_task_id                          whether a backward runs in this thread; no public name says
     Backend.options._timeout                                 how long collectives of a group wait; there is
                                                              `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
                                                              name moves them to another tensor
-    DTensor._spec, _local_tensor, its spec's tensor_meta     how a DTensor is placed, and its part: what makes another
+    DTensor._spec, _local_tensor, its spec's tensor_meta     how a DTensor is placed, and its part: to make another
                                                              like it without asking the mesh or recording for autograd
-    DTensorSpec, TensorMeta                                  make the spec of a DTensor without asking the mesh; an
+    DTensorSpec, TensorMeta                                  to make the spec of a DTensor without asking the mesh; an
                                                              optimizer's step may make thousands
     _foreach_supported_types                                 the subclasses that optimizers step as lists; DTensor's
                                                              module adds its own there, too
-    Shard, Replicate, Partial as exact types, shard_order    what else DTensor places by is its own affair
-    torch._C._disabled_torch_function_impl                   the __torch_function__ of DTensor: what is asked of a
-                                                             tensor as an object, in a third of the time of ours; and
-                                                             so for all that a function does. (A `with` that an
-                                                             interrupt leaves before its end would leave it so; public
-                                                             is only what also disables the modes of functions)
-    Tensor._make_wrapper_subclass                            makes a tensor without memory, of a subclass; documented
+    Shard, Replicate, Partial as exact types, shard_order    other placements of DTensor are left to it
+    torch._C._disabled_torch_function_impl                   the __torch_function__ of DTensor: reads attributes of a
+                                                             tensor as an object in a third of the time of ours, also
+                                                             for everything that a function does. (A `with` that an
+                                                             interrupt leaves early would leave it on; the only public
+                                                             way also disables the modes of functions)
+    Tensor._make_wrapper_subclass                            to make a tensor of a subclass, without memory; documented
                                                              for subclasses, without a public name
     Tensor._is_view, _base                                   what a tensor is a view of; there is no public name
-    torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
-                                                             guarding it, which `torch.compile` does on every call
-    torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
+    torch._inductor.compile                                  compiles a graph of ATen operators without tracing it again
+                                                             or checking guards, as `torch.compile` does on every call
+    torch.autograd.forward_ad._current_level                 whether tensors may have tangents: asking each of them on
                                                              every call would cost more than the call; without the name
-                                                             they are never asked
+                                                             none is asked
     torch._add_batch_dim, _remove_batch_dim, torch._C._vmapmode_*   the tensors that is_grads_batched=True and
                                                              vectorize=True make of a batch, which no public name
-                                                             takes apart, and the mode that is on meanwhile
+                                                             takes apart, and the mode during the batch
     nn.RNNBase._init_flat_weights                            makes a recurrent layer refer to the parameters it has:
                                                              else it does so when it next runs, which changes it
     GLOO_TLS                                                 the name of a variable that only a gloo with TLS reads; to
                                                              ask for such a device keeps a process from any other
-    STORE_PING                                               what a client of a TCPStore sends first, with a number that
-                                                             comes back: a store says nothing to who sends anything
-                                                             else, and the client waits long for what is none
+    STORE_PING                                               the first message of a client of a TCPStore, with a number
+                                                             that comes back: a store does not answer any other message,
+                                                             and a client waits long for a port without a store
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ __all__ = [
 ]
 
 Hooks = tuple[Any, Any]
-# Whether operators ask the __torch_dispatch__ of a subclass of DTensor; until 2.11 they took it for a DTensor
+# Whether operators call the __torch_dispatch__ of a subclass of DTensor; until 2.11 they treated it as a DTensor
 # (pytorch/pytorch#177716).
 ASKS_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage] # of torch._C, on purpose
 process_group_named: Callable[[str], Any] = _distributed_c10d._resolve_process_group  # type: ignore[assignment]
 remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage] # of torch._C, on purpose
-GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
+GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library if gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
 local_part_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
-_MOST_BATCHES = 8  # within each other
+_MOST_BATCHES = 8  # the deepest nesting
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
@@ -130,8 +130,7 @@ def in_backward() -> bool:
 
 
 def take_hooks(tensor: Tensor, carried: Callable[[Any], Any] = lambda hook: hook) -> Hooks:
-    """The hooks of `tensor`, which has none afterwards; those that run after its gradient came as `carried` makes
-    them."""
+    """Take the hooks from `tensor`. Its post-accumulate hooks are replaced by the result of `carried`."""
     held: Any = tensor
     found = held._backward_hooks, held._post_accumulate_grad_hooks
     for key, hook in (found[1] or {}).items():
@@ -141,32 +140,32 @@ def take_hooks(tensor: Tensor, carried: Callable[[Any], Any] = lambda hook: hook
 
 
 def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
-    """Give `tensor`, which has none, the `hooks` of another; their handles are good for it."""
+    """Give `tensor`, which has none, the `hooks` of another; their handles keep working."""
     held: Any = tensor
     held._backward_hooks, held._post_accumulate_grad_hooks = hooks
 
 
 def refer_anew(module: Module) -> None:
-    """Let `module`, whose parameters were replaced, refer to those that it has, where it is a recurrent layer."""
+    """Make `module`, whose parameters were replaced, refer to its current ones if it is a recurrent layer."""
     if isinstance(module, RNNBase):
         module._init_flat_weights()
 
 
 def spec_or_none(tensor: Tensor) -> Any:
-    """How a DTensor is placed; None for another tensor."""
+    """The spec of a DTensor; None for another tensor."""
     return getattr(tensor, "_spec", None)
 
 
 @lru_cache(maxsize=4096)
 def dtensor_spec(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a DTensor of `shape` and `dtype` is placed on a DeviceMesh; along axes whose dim it lacks it is whole."""
+    """The spec of a DTensor of `shape` and `dtype` on a DeviceMesh; it is whole along axes whose dim it lacks."""
     stride = torch.empty(shape, device="meta").stride()
     placements = tuple(Replicate() if isinstance(p, Shard) and p.dim >= len(shape) else p for p in placements)
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def spec_like(spec: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """How a DTensor of `shape` and `dtype` is placed as the one of `spec` is."""
+    """The spec of a DTensor of `shape` and `dtype` that is placed like `spec`."""
     own = spec.tensor_meta
     same = dtype == own.dtype and tuple(shape) == tuple(own.shape)
     return spec if same else dtensor_spec(spec.mesh, spec.placements, tuple(shape), dtype)
@@ -180,13 +179,13 @@ def takes_foreach(kind: type) -> None:
 
 
 def set_part(tensor: Any, part: Tensor, spec: Any) -> None:
-    """Give a DTensor another part, placed otherwise; its shape and dtype stay."""
+    """Give a DTensor another part, with other placements; its shape and dtype stay."""
     tensor._spec, tensor._local_tensor = spec, part
 
 
 def is_documented(spec: Any) -> bool:
-    """Whether a DTensor is placed by the three placements that are documented, and none derived from them, and axes
-    that split one dim cut it in their order."""
+    """Whether a DTensor uses only the three documented placements, none derived from them, and axes that split one dim
+    cut it in their order."""
     kinds = [type(placement) for placement in spec.placements]
     if kinds.count(Shard) > 1 and any(
         list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in getattr(spec, "shard_order", None) or ()
@@ -202,15 +201,15 @@ def wrapper_like(kind: Any, tensor: Tensor, device: torch.device) -> Any:
 
 
 def forward_level() -> int:
-    """0 or more where tensors may have tangents of forward-mode derivatives."""
+    """The level of forward-mode derivatives: 0 or more where tensors may have tangents."""
     level: int = getattr(forward_ad, "_current_level", -1)
     return level
 
 
 @contextlib.contextmanager
 def outside_batching(tensors: Sequence[Tensor]) -> Iterator[int]:
-    """Leaves the innermost batch of `is_grads_batched=True`, whose level it gives, for a while. The threads in which
-    autograd runs what lies on GPUs are not told of a level: there it is the highest that the `tensors` have."""
+    """Leave the innermost batch of `is_grads_batched=True` in the block, and yield its level. Autograd's threads for
+    GPUs do not know the level: there it is the highest of the `tensors`."""
     level = torch._C._vmapmode_decrement_nesting() + 1
     try:
         yield level if level > 0 else max((n for n in range(1, _MOST_BATCHES) if _batched_at(n, tensors)), default=1)
@@ -219,13 +218,13 @@ def outside_batching(tensors: Sequence[Tensor]) -> Iterator[int]:
 
 
 def _batched_at(level: int, tensors: Sequence[Tensor]) -> bool:
-    """Whether one of the tensors has a batch of `level`: from others a dim of no elements would come back."""
+    """Whether one of the tensors has a batch of `level`: others would come back with a dim of no elements."""
     return any(len(remove_batch_dim(tensor, level, 0, 0)) > 0 for tensor in tensors)
 
 
 def flight_record(entries: bool = True, under_way: bool = False) -> dict[str, Any]:
-    """What PyTorch has recorded of NCCL's collectives: how many each group has been given and has done and, with
-    `entries`, one for each of the last ones, or of those alone that are `under_way`."""
+    """PyTorch's record of NCCL's collectives: how many each group has been given and has finished and, with `entries`,
+    an entry for each recent one, or only for those `under_way`."""
     record = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     if record is None:
         return {"pg_config": {}, "pg_status": {}}
@@ -240,9 +239,9 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """What TorchInductor makes of a graph of ATen operators, for tensors like `examples`."""
+    """TorchInductor's function for a graph of ATen operators, for tensors like `examples`."""
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what TorchInductor imports warns about itself
+        warnings.simplefilter("ignore")  # the modules that TorchInductor imports warn
         from torch._inductor import compile as compiled
 
         return compiled(module, list(examples), {"reorder_for_locality": False})  # type: ignore[no-any-return]

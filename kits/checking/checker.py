@@ -1,4 +1,4 @@
-"""`check_manual`: is the program of one rank, that a person wrote by hand, right?"""
+"""`check_manual`: check a program of one rank that a person wrote by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from partway.requests.shardable import check_target
 from partway.runtime.code.slices import part_of
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 
-_NOISE = 0.1  # of the deviation of a tensor: so that no zeros or ones, as of new biases and norms, hide a mistake
+_NOISE = 0.1  # times the deviation of a tensor: else zeros or ones, as in new biases and norms, can hide a mistake
 
 
 def check_manual(
@@ -35,26 +35,26 @@ def check_manual(
     mesh: Any = None,
     whole: Callable[..., Any] | None = None,
 ) -> ManualReport:
-    """Whether `fn`, the program of one rank, computes what one device does; and if not, where it goes wrong.
+    """Check whether `fn`, the program of one rank, computes the values of one device; if not, find where it goes wrong.
 
-        report = pw.check_manual(step, (("dp", None), None), (None, None), (x, w), mesh={"dp": 4})
-        print(report)
+    report = pw.check_manual(step, (("dp", None), None), (None, None), (x, w), mesh={"dp": 4})
+    print(report)
 
     fn                          as for `manual`; it may compute gradients, and reduce them as a training loop does. All
                                 tensors that it computes with are arguments
-    in_strategy, out_strategy   as for `manual`: how the arguments are split, and what the results are
-    args                        whole tensors, as one device has them
+    in_strategy, out_strategy   as for `manual`: how the arguments are split, and the layouts of the results
+    args                        whole tensors, as on one device
     mesh                        a Mesh, a dict of axis sizes or a DeviceMesh
     whole                       a function of the same arguments that computes the same results on one device
 
     `fn` runs on all ranks of the mesh, in threads of this process, and on one rank that has everything whole, where
     collectives do nothing. All in float64, with a little noise on the arguments. Each value of the ranks is compared
-    with that of the one rank, which tells what it is: alike on all, a slice, an addend. The results are compared with
-    `whole` or, without it, with those of the one rank; so a program that hard-codes how many ranks there are needs it.
+    with that of the one rank, which gives its placement: the same on all, a slice, an addend. The results are compared
+    with `whole` or, without it, with those of the one rank; so a program that hard-codes the number of ranks needs it.
 
-    What is differentiated is the sum of all ranks' objectives, as `pw.ops` says.
+    The sum of all ranks' objectives is differentiated, as `pw.ops` documents.
 
-    Raises StrategyError for strategies and arguments that do not fit, CaptureError where ranks do not meet.
+    Raises StrategyError for strategies and arguments that do not fit, CaptureError if ranks do not meet.
     """
     fn, request = _asked(fn, Request(in_strategy, out_strategy, mesh=mesh))
     check_target("check_manual", fn)
@@ -75,7 +75,7 @@ def check_manual(
 
 
 def _asked(fn: Any, request: Request) -> tuple[Any, Request]:
-    """The program of one rank, and its strategies: a manual function has its own."""
+    """The program of one rank, and its strategies; a manual function has its own."""
     if not isinstance(fn, ManualFunction):
         return fn, request
     own = fn.request
@@ -87,7 +87,7 @@ def _asked(fn: Any, request: Request) -> tuple[Any, Request]:
 def _reference(
     fn: Callable[..., Any], call: Call, mesh: Mesh, whole: Callable[..., Any] | None
 ) -> tuple[list[Tensor], Run, list[Tensor]]:
-    """The arguments that all are compared on, what one rank computes of them, and the results of one device."""
+    """The arguments of all runs, the run of one rank, and the results of one device."""
     alone = Mesh(dict.fromkeys(mesh.axes, 1))
     exact = [_exact(tensor) for tensor in call.tensors]
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def _reference(
 
 
 def _one(fn: Callable[..., Any], call: Call, given: Sequence[Tensor], alone: Mesh, *, needed: bool) -> Run:
-    """What one rank computes that has everything. That may fail where it is not `needed`."""
+    """Run the program on one rank that has everything. Errors are raised only if the run is `needed`."""
     try:
         (one,) = run_ranks(fn, call, [given], alone)
     except Exception as error:
@@ -128,7 +128,7 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _noisy(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """`tensor` with a little noise, unless it is of whole numbers."""
+    """`tensor` with a little noise, unless it holds integers."""
     if not tensor.is_floating_point():
         return tensor
     finite = tensor[tensor.isfinite()]
@@ -169,7 +169,7 @@ def _report(
 
 
 def _joined(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Findings of several results, each mistake once."""
+    """The findings of several results, each mistake once."""
     joined: dict[Finding, tuple[str, ...]] = {}
     for finding in findings:
         alone = replace(finding, outputs=())
@@ -198,8 +198,8 @@ def _why_not(word: str, fn: Callable[..., Any], alike: bool, number: int | None,
 
 
 def _known(runs: Sequence[Run], one: Run, mesh: Mesh) -> dict[int, tuple[Measured, ...]]:
-    """What the records of the first rank are, where one device has a counterpart. A collective moves a value, and
-    leaves it what it is on one device."""
+    """The measured placements of the first rank's records that have a counterpart on one device. A collective does not
+    change the value that a tensor has on one device."""
     records = runs[0].records
     counterparts = matched(records, one.records, collectives=False)
     others = [matched(records, run.records) for run in runs[1:]]
@@ -218,7 +218,7 @@ def _known(runs: Sequence[Run], one: Run, mesh: Mesh) -> dict[int, tuple[Measure
 
 
 def _difference(word: str, values: Sequence[Tensor], expected: Tensor, layout: Layout) -> ResultDifference:
-    """How far what the ranks return is from what `layout` says of it."""
+    """The difference between the results of the ranks and the `expected` ones under `layout`."""
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     parts = [_part(values, rank, layout) for rank in range(len(values))]
     whole = expected if expected.shape == layout.global_shape(tuple(values[0].shape)) else None
@@ -232,7 +232,7 @@ def _difference(word: str, values: Sequence[Tensor], expected: Tensor, layout: L
 
 
 def _part(values: Sequence[Tensor], rank: int, layout: Layout) -> Tensor:
-    """What a rank's tensor stands for: where ranks have addends, their sum."""
+    """The value that a rank's tensor stands for: where ranks have addends, their sum."""
     axes = [
         axis
         for axis, placement in zip(layout.mesh.axes, layout.placements, strict=True)

@@ -1,4 +1,4 @@
-"""Which records of two runs belong together."""
+"""Pair the records of two runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from partway.checking.records import TensorRecord
 
 
 def matched(one: Sequence[TensorRecord], other: Sequence[TensorRecord], collectives: bool = True) -> Mapping[int, int]:
-    """For records of `one` those of `other` that the same operator of the same line made, in the same order. Without
-    `collectives` these, and what is computed inside of `partway.ops`, have no counterpart."""
+    """Map records of `one` to those of `other` from the same operator in the same line, in the same order. Without
+    `collectives`, neither these nor the values computed inside of `partway.ops` have a counterpart."""
     left, right = (
         [i for i, record in enumerate(records) if collectives or not record.collective] for records in (one, other)
     )

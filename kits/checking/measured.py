@@ -1,4 +1,4 @@
-"""What a value is, found out from its numbers: its placement on each axis of the mesh."""
+"""Find the placement of a value on each axis of the mesh from its numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from partway.strategy import Mesh, Partial, Replicate, Shard
 from partway.strategy.placement import PARTIAL, REPLICATE
 
-EXACT = 1e-9  # of the largest element; float64 has 16 digits
+EXACT = 1e-9  # relative to the largest element; float64 has 16 digits
 Placed = Replicate | Shard | Partial
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The placements of a value by axis, and how many times too large it is: put together, it is `factor` times what
-    one device has."""
+    """The placements of a value by axis, and its factor: combined over the ranks, it is `factor` times the value of one
+    device."""
 
     placements: tuple[Placed, ...]
     factor: Fraction = Fraction(1)
@@ -32,16 +32,16 @@ class Measured:
 
     @property
     def slices(self) -> list[Shard]:
-        """How it is split."""
+        """Its Shard placements."""
         return [placement for placement in self.placements if isinstance(placement, Shard)]
 
     def of_means(self, mesh: Mesh) -> bool:
-        """Whether ranks have means of their own parts, of which the mean is what one device has."""
+        """Whether ranks have means of their own parts, and the mean of these is the value of one device."""
         addends = self.axes(PARTIAL, mesh)
         return bool(addends) and self.factor == mesh.size(*addends)
 
     def told(self, mesh: Mesh) -> str:
-        """It in words."""
+        """The placements in words."""
         means = self.of_means(mesh)
         words = [
             _word(placement, axis, means)
@@ -73,8 +73,8 @@ def equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def measure(values: Sequence[Tensor], whole: Tensor, mesh: Mesh) -> tuple[Measured, ...]:
-    """What `values`, one of each rank, may be of the `whole`; empty if nothing of it. What is right as it is, and what
-    needs no sum, comes first."""
+    """The possible placements of `values`, one of each rank, relative to the `whole`; empty if none match. Those with
+    factor 1 come first, and then those that need no sum."""
     found: list[Measured] = []
     for placements, together in _together(list(values), tuple(whole.shape), mesh, len(mesh.axes)):
         if equal(together, whole):
@@ -87,7 +87,7 @@ def measure(values: Sequence[Tensor], whole: Tensor, mesh: Mesh) -> tuple[Measur
 def _together(
     values: list[Tensor], shape: tuple[int, ...], mesh: Mesh, count: int
 ) -> Iterator[tuple[tuple[Placed, ...], Tensor]]:
-    """Ways to put the values of all ranks together along the first `count` axes, the last one first."""
+    """Ways to combine the values of all ranks along the first `count` axes, the last one first."""
     if not count:
         yield (), values[0]
         return
@@ -127,7 +127,7 @@ def _merged(group: Sequence[Tensor], placement: Placed) -> Tensor:
 
 
 def _factor(found: Tensor, whole: Tensor, mesh: Mesh) -> Fraction | None:
-    """How many times `whole` it is, if that is a product of sizes of axes, or one over it."""
+    """`found` / `whole`, if that is a product of axis sizes, or the quotient of such products; else None."""
     if found.shape != whole.shape or not whole.is_floating_point() or not whole.numel():
         return None
     at = whole.abs().argmax()

@@ -1,4 +1,4 @@
-"""Runs the program of one rank on all ranks of a mesh, each in a thread, which meet in collectives."""
+"""Run the program of one rank on all ranks of a mesh, each in a thread; the threads meet in collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from partway.strategy.place import Place, placed
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank computed: its records, the tensors that it returned, and the record of each of these."""
+    """The records of one rank, the tensors that it returned, and the record of each of these."""
 
     records: Sequence[TensorRecord]
     outputs: Sequence[Tensor]
@@ -30,8 +30,8 @@ class Run:
 
 
 def run_ranks(fn: Callable[..., Any], call: Call, parts: Sequence[Sequence[Tensor]], mesh: Mesh) -> tuple[Run, ...]:
-    """Run `fn` on each rank of `mesh`, with its `parts` of the tensors of `call`. Raises what `fn` raises, and
-    CaptureError where ranks do not meet in the same collectives."""
+    """Run `fn` on each rank of `mesh`, with its `parts` of the tensors of `call`. Raises the errors of `fn`, and
+    CaptureError if ranks do not meet in the same collectives."""
     meeting = _Meeting(mesh)
     runs: dict[int, Run] = {}
 
@@ -65,7 +65,7 @@ def _run(fn: Callable[..., Any], call: Call, parts: Sequence[Tensor], place: Pla
 
 
 class _Meeting:
-    """Where ranks wait for each other. `failed` is what ended it early."""
+    """The meeting point of the ranks. `failed` is the error that ended it early."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.failed: BaseException | None = None
@@ -76,19 +76,19 @@ class _Meeting:
         self._left: set[int] = set()
 
     def leave(self, rank: int) -> None:
-        """The program of a rank has ended."""
+        """Mark that the program of a rank has ended."""
         with self._changed:
             self._left.add(rank)
             self._look()
 
     def fail(self, error: BaseException) -> None:
-        """The program of a rank has raised `error`, the first of which counts."""
+        """Mark that the program of a rank has raised `error`; the first one counts."""
         with self._changed:
             self.failed = self.failed or error
             self._changed.notify_all()
 
     def meet(self, rank: int, operator: Any, args: Sequence[Any]) -> Any:
-        """What a rank gets of a collective."""
+        """Take part in a collective, and return this rank's result."""
         with self._changed:
             self._waiting[rank] = operator, args
             ranks = self._mesh.group(rank, *axes_of(operator, args))
@@ -108,7 +108,7 @@ class _Meeting:
             return self._results.pop(rank)
 
     def _look(self) -> None:
-        """End it where all wait, or have ended, and none can go on."""
+        """End the meeting if all ranks wait or have ended, and none can go on."""
         if self._waiting and len(self._waiting) + len(self._left) == self._mesh.device_num and not self._results:
             told = [f"rank {rank} calls {_told(*call)}" for rank, call in sorted(self._waiting.items())]
             told += [f"rank {rank} has ended" for rank in sorted(self._left)]
@@ -127,7 +127,7 @@ def _told(operator: Any, args: Sequence[Any]) -> str:
     return f"{name} over {','.join(axes_of(operator, args))}"
 
 
-# -- What ranks get together: from the arguments of all, in the order of their positions
+# -- The results of collectives: from the arguments of all ranks, in the order of their positions
 
 
 def _all_reduce(calls: Sequence[Sequence[Any]]) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""Why a result is wrong: the value on the way to it that is nothing of what one device has, though all that it is made
-of is; or, where it is something, the one that made it something else than what is needed."""
+"""Find why a result is wrong: the first value that matches no layout of the reference although its inputs do; or, if
+all match, the value that is not laid out as is needed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOVES = (
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the values of a rank are.
+    """The measured values of a rank.
 
-    records   what the first rank computed
-    known     for records that have a counterpart on one device all that they may be, the likeliest first; empty for
-              nothing of it
+    records   the values that the first rank computed
+    known     for records with a counterpart on one device: all possible placements, the likeliest first; empty if none
+              match
     """
 
     mesh: Mesh
@@ -36,7 +36,7 @@ class Measurements:
     known: Mapping[int, tuple[Measured, ...]]
 
     def findings(self, number: int | None, wanted: Layout) -> Iterator[Finding]:
-        """Why the result in the record `number` is not what `wanted` says; none where that cannot be told."""
+        """Explain why the result in the record `number` does not have the layout `wanted`; empty if that is unknown."""
         if number is None or number not in self.known:
             return
         found = self._what(number)
@@ -48,9 +48,9 @@ class Measurements:
             yield self._of_layout(number, found, wanted)
 
     def culprits(self, number: int) -> list[int]:
-        """The values on the way to one that are nothing of what one device has, though all that they are made of is.
-        What is behind a value that is something does not matter. None where some are not known, as in a ring: there a
-        value may be nothing for a while, and no mistake."""
+        """The first values on the way to a record that match no layout of the reference although their inputs do.
+        Matching values are not traced further. Empty if some values are unknown, as in a ring: there a value may match
+        nothing for a while, without a mistake."""
         reached, waiting, culprits = {number}, [number], list[int]()
         while waiting:
             at = waiting.pop()
@@ -63,7 +63,7 @@ class Measurements:
             reached.update(lost)
         return sorted(culprits)
 
-    # -- Values that are something, and not what is needed
+    # -- Values that match a layout, but not the needed one
 
     def _of_layout(self, number: int, found: Measured, wanted: Layout) -> Finding:
         if (mean := self._mean_of_addends(number)) is not None:
@@ -103,7 +103,7 @@ class Measurements:
         return Finding(Mistake.LAYOUT, line, self._word(number), found.told(self.mesh), needs, write)
 
     def _of_factor(self, number: int) -> Finding:
-        """The value in the record `number` is too large, or too small, and what it is made of is not."""
+        """The value in the record `number` has a factor other than 1, unlike its inputs."""
         record, found = self.records[number], self._scaled(number) or self._small(number)
         assert found is not None
         axes, at = record.axes or self.mesh.axes, next(iter(record.operands), number)
@@ -147,13 +147,13 @@ class Measurements:
         )  # fmt: skip
 
     def _origin(self, number: int) -> int:
-        """Where a value first is too large or too small."""
+        """The record where a value first has a factor other than 1."""
         while before := [i for i in self.records[number].operands if self._scaled(i) is not None]:
             number = before[0]
         return number
 
     def _mean_of_addends(self, number: int) -> int | None:
-        """The collective that made a value too small, though ranks may as well be said to have addends."""
+        """The collective that made a value too small, even if ranks can also be said to have addends."""
         while self._small(number):
             if self.records[number].reduction == "mean":
                 return number
@@ -164,7 +164,7 @@ class Measurements:
         return None
 
     def _first_addend(self, number: int, axes: Sequence[str]) -> int:
-        """Where a value first is an addend over `axes`."""
+        """The record where a value is first an addend over `axes`."""
         while before := [
             i
             for i in self.records[number].operands
@@ -173,7 +173,7 @@ class Measurements:
             number = before[0]
         return number
 
-    # -- Values that are nothing
+    # -- Values that match no layout
 
     def _of_culprit(self, number: int) -> Finding | None:
         record = self.records[number]
@@ -245,19 +245,19 @@ class Measurements:
             "what it computes",
         )  # fmt: skip
 
-    # -- What a record is
+    # -- The measurement of a record
 
     def _what(self, number: int) -> Measured | None:
-        """What a value most likely is; None for nothing, or if that is not known."""
+        """The likeliest measurement of a value; None if nothing matches, or it is unknown."""
         return next(iter(self.known.get(number, ())), None)
 
     def _scaled(self, number: int) -> Measured | None:
-        """What a value is if it is too large or too small, and not for a mean."""
+        """The measurement of a value with a factor other than 1, except for a mean."""
         what = self._what(number)
         return what if what and what.factor != 1 and not what.of_means(self.mesh) else None
 
     def _small(self, number: int) -> Measured | None:
-        """What a value is if it is too small, where that makes it an addend as well."""
+        """The measurement of a value as too small, if it can also be an addend."""
         what = self._what(number)
         if what is None or (what.factor == 1 and PARTIAL not in what.placements):
             return None

@@ -1,4 +1,4 @@
-"""What a rank computes, operator by operator, with the lines of code that ask for it."""
+"""The values that a rank computes, operator by operator, with the lines of code that ask for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Line:
 
     @property
     def text(self) -> str:
-        """What stands there."""
+        """The source text of the line."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
@@ -51,14 +51,14 @@ NOWHERE = Line("", 0, "")
 class TensorRecord:
     """A tensor that a rank computed.
 
-    operator   its name, "argument x" for what is given
-    line       where it was asked for; in a backward pass, where the operator was that is differentiated
+    operator   its name, "argument x" for an argument
+    line       where it was asked for; in a backward pass, the line of the operator that is differentiated
     backward   whether it is part of a backward pass
     inside     the number of the call of `partway.ops` that computes it, 0 for none
-    operands   the records that it was computed of
+    operands   the records of its inputs
     value      a copy
-    axes       of a collective: those that it is over
-    reduction  of a collective that reduces: by what
+    axes       the axes of a collective
+    reduction  the reduction of a collective that reduces
     """
 
     operator: str
@@ -72,12 +72,12 @@ class TensorRecord:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it has alike with its counterpart on another rank."""
+        """The key that it shares with its counterpart on another rank."""
         return self.operator, self.line.file, self.line.number, self.backward
 
     @property
     def collective(self) -> bool:
-        """Whether ranks meet in it."""
+        """Whether it is the result of a collective."""
         return self.inside > 0 or self.operator in _COLLECTIVES
 
 
@@ -91,8 +91,8 @@ _EXACT = {
 
 
 class Exact(TorchDispatchMode):
-    """Computes in float64 whatever a program asks for, such as a loss in float32: else what ranks have would differ
-    from what one device has by more than rounding."""
+    """Computes in float64 even if a program asks for another dtype, such as a loss in float32: else the values of the
+    ranks would differ from those of one device by more than rounding."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -113,7 +113,7 @@ def _exact_dtype(value: Any) -> Any:
 
 
 class Recorder(Exact):
-    """Records what the thread computes in which it is on. `collective(operator, arguments)` does a collective.
+    """Records the values that the current thread computes. `collective(operator, arguments)` runs a collective.
 
     `drawn` has the lines that draw random numbers.
     """
@@ -124,17 +124,17 @@ class Recorder(Exact):
         self.drawn: list[Line] = []
         self._collective = collective
         self._places: dict[tuple[Any, ...], int] = {}
-        self._kept: list[Tensor] = []  # so that no memory is used twice
+        self._kept: list[Tensor] = []  # so that no memory is reused
         self._lines = _Lines()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While this is open."""
+        """Record in the block."""
         with self._lines, self:
             yield
 
     def given(self, name: str, tensor: Tensor) -> None:
-        """Note an argument."""
+        """Record an argument."""
         self._note(TensorRecord(f"argument {name}", NOWHERE, False, 0, (), tensor.detach().clone()), tensor)
 
     def number_of(self, tensor: Tensor) -> int | None:
@@ -168,7 +168,7 @@ class Recorder(Exact):
 
 
 def axes_of(operator: Any, args: Sequence[Any]) -> tuple[str, ...]:
-    """The axes that a collective is over."""
+    """The axes of a collective."""
     names = [argument.name for argument in schema_of(operator).arguments]
     return tuple(args[names.index("axes")])
 
@@ -183,12 +183,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor is: what autograd keeps and gives back is another object."""
+    """The memory and layout of a tensor: autograd returns the tensors that it saves as other objects."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class _Lines(TorchFunctionMode):
-    """The lines of a person's code that ask for operators. Those of a backward pass follow from the number that
+    """The lines of a person's code that ask for operators. Those of a backward pass are found by the number that
     autograd gives each operation."""
 
     def __init__(self) -> None:
@@ -210,8 +210,8 @@ class _Lines(TorchFunctionMode):
         return result
 
     def here(self) -> tuple[Line, bool, int]:
-        """The line that asks for the operator of right now, whether that is part of a backward pass, and the number of
-        the call of `partway.ops` that it is part of."""
+        """The line that asks for the current operator, whether that is part of a backward pass, and the number of the
+        surrounding call of `partway.ops`."""
         line, call = _line()
         number = sequence_number_now()
         if number is not None:
@@ -225,7 +225,7 @@ class _Lines(TorchFunctionMode):
 
 
 def _line() -> tuple[Line, Any]:
-    """The innermost line of a person's code, and the frame of `partway.ops` that it called, if it did."""
+    """The innermost line of a person's code, and the frame of `partway.ops` that it called, if any."""
     frame: FrameType | None = sys._getframe(1)
     call = None
     while frame is not None:

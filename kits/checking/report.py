@@ -1,4 +1,4 @@
-"""What `check_manual` tells."""
+"""The report of `check_manual`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partway.checking.records import Line
 
 
 class Mistake(StrEnum):
-    """What is wrong."""
+    """The kind of a mistake."""
 
     MISSING_SUM = "a sum is missing"
     GRADIENT = "a gradient that is a partial sum is used as whole"
@@ -27,12 +27,12 @@ class Mistake(StrEnum):
 class Finding:
     """A mistake.
 
-    mistake   what is wrong
-    line      where it is, in the person's code
+    mistake   its kind
+    line      its line in the person's code
     value     the value at that line
-    is_       what that is
-    needs     what is needed there
-    write     what makes it so
+    is_       the placement that it has
+    needs     the placement that is needed there
+    write     the fix
     outputs   the results that it makes wrong
     """
 
@@ -53,7 +53,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ResultDifference:
-    """How far a result is from that of one device: the largest difference of an element, and the largest element."""
+    """The difference of a result from that of one device: the largest of an element, and the largest element."""
 
     output: str
     difference: float
@@ -67,13 +67,13 @@ class ResultDifference:
 
 @dataclass(frozen=True)
 class ManualReport:
-    """Whether a program of one rank computes what one device does.
+    """Whether a program of one rank computes the values of one device.
 
     function      its name
-    against       what it was compared with
+    against       the reference of the comparison
     differences   of each result
     findings      why results are wrong
-    unknown       what cannot be told
+    unknown       questions without an answer
     """
 
     function: str

@@ -1,4 +1,4 @@
-"""What a model and an optimizer have to keep, by name: tensors, each with this process's part, and other values."""
+"""The state of a model and an optimizer, by name: tensors, each with this process's part, and other values."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from partway.runtime.ranks.replicas import holders
 from partway.runtime.torch_internals import local_part_of
 from partway.strategy import RuntimeStateError
 
-MODEL, OPTIMIZER, VALUES = "model", "optimizer", "state"  # how the files are named
+MODEL, OPTIMIZER, VALUES = "model", "optimizer", "state"  # the stems of the file names
 STATE, RANDOM = "state.", "random."
 _TENSOR = "partway.tensor"  # the only key of a dict that stands for a tensor of VALUES
 
 
 @dataclass(frozen=True, eq=False)
 class KeptTensor:
-    """A tensor to keep: its `part` at `slices`, which this process has. `writes`: it is the one to write it, of the
-    `holders`, the ranks that have it."""
+    """A tensor to keep: this process's `part`, at `slices`. `writes`: this process writes it, of the `holders`, the
+    ranks that have it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,11 +40,11 @@ class KeptTensor:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """All that goes into a checkpoint.
+    """The content of a checkpoint.
 
     tensors   by the name of their files, and by their own
     aliases   further names of tensors, each with the first one
-    values    all else, as bytes
+    values    everything else, as bytes
     """
 
     tensors: Mapping[str, Mapping[str, KeptTensor]]
@@ -52,7 +52,7 @@ class Content:
     values: Mapping[str, bytes] = field(default_factory=dict)
 
     def copied(self) -> Content:
-        """A content that later steps of the training do not change, on the CPU."""
+        """A copy on the CPU, which later steps of the training do not change."""
         tensors = {
             stem: {
                 name: replace(kept, part=kept.part.detach().cpu().clone()) if kept.writes else kept
@@ -66,7 +66,8 @@ class Content:
 def content_of(
     model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], ranks: int, rank: int
 ) -> Content:
-    """What the call of `save` is to keep. Raises RuntimeStateError for what cannot be kept, by name."""
+    """The content that a call of `save` keeps. Raises RuntimeStateError, with the name, for a value that cannot be
+    kept."""
     weights, aliases, extra = named_tensors(model)
     values: dict[str, Any] = {f"{RANDOM}{name}": value for name, value in random_states().items()}
     values |= {f"model.{name}": value for name, value in extra.items()}
@@ -87,12 +88,12 @@ def content_of(
 
 
 def prefix(number: int, optimizers: Sequence[Optimizer]) -> str:
-    """What the names of the tensors of one of several optimizers begin with."""
+    """The prefix of the names of one optimizer's tensors, if there are several."""
     return f"{number}." if len(optimizers) > 1 else ""
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """The tensors of a state_dict under their first names, their further names with the first, and what else it has.
+    """The tensors of a state_dict under their first names, their further names with the first, and its other values.
     Raises RuntimeStateError for a tensor on the meta device."""
     first: dict[int, str] = {}
     tensors, aliases, extra = dict[str, Tensor](), dict[str, str](), dict[str, Any]()
@@ -109,7 +110,7 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], 
 
 
 def every_name(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, list[str]]:
-    """All names of each tensor, by its first."""
+    """All names of each tensor, by its first name."""
     names = {name: [name] for name in tensors}
     for other, first in aliases.items():
         names[first].append(other)
@@ -117,7 +118,7 @@ def every_name(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dic
 
 
 def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
-    """The part of a tensor that this process has, and where it is in the whole."""
+    """The part of a tensor that this process has: its slices, and the part."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape), tensor.detach()
     dtensor: Any = tensor
@@ -132,8 +133,8 @@ def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
 
 
 def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> KeptTensor:
-    """This process's part of a tensor. Which of the processes that have it writes it follows from the tensor's
-    `number`: so each writes about as much."""
+    """This process's part of a tensor. The tensor's `number` picks the process that writes it, of those that have it,
+    so that each writes about as much."""
     slices, part = part_of(tensor)
     if is_dtensor(tensor):
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
@@ -156,7 +157,7 @@ def keep_whole(tensor: Tensor) -> KeptTensor:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What an optimizer keeps of each parameter: tensors as "state.<parameter>.<key>", and all else."""
+    """The state of an optimizer: tensors as "state.<parameter>.<key>", and everything else."""
     names = parameter_names(model, optimizer)
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -190,7 +191,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the random generators of PyTorch, of Python and, where it is in use, of NumPy."""
+    """The states of the random generators of PyTorch, of Python and, if it is in use, of NumPy."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -204,7 +205,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_state(name: str, state: Any) -> None:
-    """Give a generator the state that `random_states` had of it."""
+    """Set the state of a generator from `random_states`."""
     if name == "torch":
         torch.set_rng_state(state)
     elif name == "python":
@@ -219,8 +220,8 @@ def set_random_state(name: str, state: Any) -> None:
 
 
 def check_value(name: str, value: Any, places: Mapping[str, Any]) -> None:
-    """Raise ValueError, or what a generator raises, for a value that was read and is not what is kept under its name,
-    `places`: where the tensors are for which names stand in it."""
+    """Check a value that was read under `name`. Raises ValueError, or the error of a generator, if it is not a value of
+    that kind. `places`: the tensors in the files, whose names stand for them in values."""
     kind, _, rest = name.partition(".")
     if f"{kind}." == RANDOM:
         check_random_state(rest, value)
@@ -234,7 +235,7 @@ def check_value(name: str, value: Any, places: Mapping[str, Any]) -> None:
 
 
 def check_random_state(name: str, state: Any) -> None:
-    """Raise what a generator raises for a state that it cannot take."""
+    """Raise the generator's error for a state that it cannot take."""
     if name == "torch":
         torch.Generator().set_state(state)
     elif name == "python":
@@ -260,13 +261,13 @@ def _plain(value: Any) -> Any:
 
 
 def _without_dtensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A value in which names stand for its DTensors, which go to `tensors`: each rank has a part of them only."""
+    """Replace the DTensors in a value by names, and add them to `tensors`: each rank has only a part of them."""
     if is_dtensor(value):
         name = path if path not in tensors else f"{path}.{len(tensors)}"
         tensors[name] = value
         return {_TENSOR: name}
     if isinstance(value, dict):
-        copied = copy.copy(value)  # what a state_dict has beside its items stays
+        copied = copy.copy(value)  # attributes of a state_dict beside its items stay
         copied.update({key: _without_dtensors(inner, f"{path}.{key}", tensors) for key, inner in value.items()})
         return copied
     if type(value) in (list, tuple):
@@ -275,7 +276,8 @@ def _without_dtensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def with_tensors(value: Any, like: Any, read: Callable[[str, Any], Tensor]) -> Any:
-    """A value with its tensors: `read` gives each by its name and by what is at its place in `like`."""
+    """Replace the names of tensors in a value by tensors: `read` gets each name and the object at its place in
+    `like`."""
     if isinstance(value, dict) and value.keys() == {_TENSOR}:
         return read(value[_TENSOR], like)
     if isinstance(value, dict):
@@ -289,7 +291,8 @@ def with_tensors(value: Any, like: Any, read: Callable[[str, Any], Tensor]) -> A
 
 
 def packed(name: str, value: Any) -> bytes:
-    """A value as bytes that can be read without running anything. Raises RuntimeStateError, with its `name`."""
+    """A value as bytes that can be read without running anything. Raises RuntimeStateError, with its `name`, if it
+    cannot."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -303,5 +306,5 @@ def packed(name: str, value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """What `packed` made bytes of."""
+    """The inverse of `packed`."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

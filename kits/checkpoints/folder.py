@@ -1,11 +1,11 @@
 """A folder of checkpoints: `checkpoint-000017` is the 17th that was saved there.
 
-One is written under another name, and renamed when it is complete: what has that name is complete. So after a crash at
-any moment the last good one is that of the highest number.
+A checkpoint is written under another name, and renamed when it is complete. So after a crash at any moment the last
+good one is that of the highest number.
 
-A folder is Partway's if its partway.json says so: in one that is not complete that is a mark, in one that is complete
-the manifest, with the names of its files. Nothing else is removed, written over or counted, whatever its name: not the
-checkpoint-500 of another program, and not a file that a person put beside a checkpoint's own.
+A folder is Partway's if its partway.json says so: an incomplete one has a mark there, a complete one its manifest, with
+the names of its files. Nothing else is removed, overwritten or counted, whatever its name: not the checkpoint-500 of
+another program, and not a file that a person put beside a checkpoint's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARK = b'{"partway": "a checkpoint that is not complete"}\n'
 
 
 def check_path(path: Any) -> None:
-    """Raise RuntimeStateError for what is no path of a folder."""
+    """Raise RuntimeStateError if `path` is not the path of a folder."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise RuntimeStateError(f"path is {shown(path)}; write the path of a folder as a str or a Path")
     if os.fspath(path) == "" or "\0" in os.fspath(path):
@@ -37,8 +37,8 @@ def check_path(path: Any) -> None:
 
 
 def make_unfinished(path: Path) -> Path:
-    """A new, marked folder at `path`, in place of one that a crash left there. Raises RuntimeStateError where another
-    program's is."""
+    """Create a marked folder at `path`, in place of one that a crash left there. Raises RuntimeStateError if it is
+    another program's."""
     drop(path)
     try:
         path.mkdir()
@@ -49,8 +49,8 @@ def make_unfinished(path: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """A new folder for the next checkpoint in `folder`, under the name of an unfinished one. What a crash left there is
-    removed, so that only one job may save there at a time."""
+    """Create a folder for the next checkpoint in `folder`, under the name of an unfinished one. Leftovers of a crash
+    are removed, so that only one job may save there at a time."""
     for left in [entry for entry in folder.iterdir() if _UNFINISHED.fullmatch(entry.name)]:
         drop(left)
     number = max(checkpoints(folder), default=0) + 1
@@ -61,7 +61,7 @@ def begin(folder: Path) -> Path:
 
 @contextmanager
 def begun(folder: Path) -> Iterator[Path]:
-    """What `begin` makes, for as long as nobody else may save in `folder`; if it comes to an error, it is removed."""
+    """The folder from `begin`, while nobody else may save in `folder`; it is removed on an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,7 +91,7 @@ def finish(unfinished: Path, keep: int | None) -> Path:
 
 
 def drop(unfinished: Path) -> None:
-    """Remove what was not completed."""
+    """Remove a checkpoint that was not completed."""
     with suppress(OSError):
         _clear(unfinished)
 
@@ -113,7 +113,7 @@ def newest(path: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints in `folder` by their numbers: all that Partway completed, also where files are missing now."""
+    """The checkpoints in `folder` by their numbers: all that Partway completed, even if files are missing now."""
     named = [(int(match[1]), path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
     return {number: path for number, path in named if path.name == _name(number) and is_checkpoint(path)}
 
@@ -127,7 +127,7 @@ def _unfinished_name(number: int) -> str:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder has a manifest, or what only a checkpoint has that lost it."""
+    """Whether a folder has a manifest, or has lost it and has files of no other program."""
     return path.is_dir() and any(name == MANIFEST or PARTS.fullmatch(name) for name in os.listdir(path))
 
 
@@ -138,7 +138,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _clear(path: Path) -> None:
-    """Remove a folder that is marked as unfinished: the mark last, so that what a crash leaves of it is known, too."""
+    """Remove a folder that is marked as unfinished: the mark last, so that leftovers of a crash are recognized, too."""
     if _is_unfinished(path):
         for entry in path.iterdir():
             if entry.name != MANIFEST:
@@ -148,8 +148,7 @@ def _clear(path: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove the files that a checkpoint says it has, the manifest last, and then its folder if nothing else is in
-    it."""
+    """Remove the files in a checkpoint's manifest, the manifest last, and then its folder if nothing else is in it."""
     manifest = manifest_in(checkpoint)
     assert manifest is not None
     for name in (*manifest.sizes, MANIFEST):

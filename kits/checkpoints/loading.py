@@ -1,4 +1,4 @@
-"""`load`: a model, an optimizer and what else was saved, as they were.
+"""`load`: restore a model, an optimizer and further values from a checkpoint.
 
 Everything is checked before anything is changed: that the checkpoint is of this model and this optimizer, and that
 every byte is as it was written. Each process checks a share of the parts, and reads its own.
@@ -55,7 +55,7 @@ _SHOWN = 8  # names that an error lists
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What is in the folder `path`. `manifest` is None for safetensors files that Partway did not write."""
+    """The content of the folder `path`. `manifest` is None for safetensors files that Partway did not write."""
 
     path: Path
     manifest: Manifest | None
@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def processes(self) -> int:
-        """How many saved it."""
+        """The number of processes that saved it."""
         return self.manifest.processes if self.manifest else 1
 
     @property
@@ -77,20 +77,20 @@ def load(
     optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
     strict: bool = True, skip: Collection[str] = (), **state: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give `model` and `optimizer` what `save` wrote into the folder `path`: the last checkpoint there, or the one that
-    `path` is. A folder of safetensors files, such as Hugging Face's, gives a model its weights.
+    """Restore `model` and `optimizer` from the folder `path`, which `save` wrote: from the last checkpoint there, or
+    the one that `path` is. A folder of safetensors files, such as Hugging Face's, gives a model its weights.
 
     model       sharded, before or after its first call, or not; its mesh and the number of processes may be others
     optimizer   of its parameters; several in the order in which they were saved
     strict      False: tensors that only the model or only the checkpoint has are left alone
-    skip        the names of values that are not wanted, which may be per rank
-    state       what has a load_state_dict(), by the name under which it was saved
+    skip        the names of values to leave out, which may be per rank
+    state       objects with a load_state_dict(), by the names under which they were saved
 
     The random generators continue where they were (those that differed between ranks only on as many ranks). Returns
-    all values that were saved beside, by name. Under a launcher every rank calls it; each reads its own parts.
+    all further values that were saved, by name. Under a launcher every rank calls it; each reads its own parts.
 
-    Raises RuntimeStateError where nothing can be loaded, and then nothing is changed: for a checkpoint of another model
-    or of other sizes, and a damaged or missing file; it says which.
+    Raises RuntimeStateError, before anything is changed, for a checkpoint of another model or of other sizes, and for a
+    damaged or missing file, which it names.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     _check(path, model, optimizers, state)
@@ -126,7 +126,7 @@ def _check(path: Any, model: Any, optimizers: Sequence[Any], state: Mapping[str,
 def _checked(
     path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer], strict: bool, skip: set[str], ranks: Ranks
 ) -> tuple[Checkpoint, dict[str, tuple[Tensor, FilePlace]], dict[str, Any]]:
-    """A checkpoint, what of it each tensor of the model gets, and its values, when all has been found right."""
+    """A checkpoint, the place in it for each tensor of the model, and its values, after all checks."""
     checkpoint = _opened(path)
     wanted = {} if model is None else _wanted(checkpoint, model, strict)
     values = _values(checkpoint, skip, ranks)
@@ -201,7 +201,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
 
 
 def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, Any]:
-    """All that is no tensor, of this rank."""
+    """This rank's values other than tensors."""
     if not checkpoint.manifest:
         return {}
     differ = set(checkpoint.manifest.differ)
@@ -214,7 +214,7 @@ def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, A
         for name in sorted(differ):
             if name.removeprefix(STATE).startswith(RANDOM):
                 del blobs[name]
-                if ranks.rank == 0 and name.removeprefix(RANDOM) in ("torch", "cuda"):  # those that operators draw from
+                if ranks.rank == 0 and name.removeprefix(RANDOM) in ("torch", "cuda"):  # operators draw from these
                     warnings.warn(
                         f"the random generator of {name.removeprefix(RANDOM)} was another on each of the "
                         f"{checkpoint.processes} ranks that saved {checkpoint.path}; it stays as it is on {ranks.size}",
@@ -235,7 +235,7 @@ def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, A
 
 
 def _blobs(path: Path, differ: Collection[str]) -> dict[str, Tensor]:
-    """The bytes of all values in a file, by name; those of `differ` are among them."""
+    """The bytes of all values in a file, by name. Raises RuntimeStateError if one of `differ` is missing."""
     with whole(path):
         blobs = unpacked(path.read_bytes())
         if not isinstance(blobs, dict) or not all(
@@ -277,7 +277,7 @@ def _groups(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _check_parts(checkpoint: Checkpoint, stems: Collection[str], ranks: Ranks) -> None:
-    """Raise RuntimeStateError if a byte of the tensors is not what was written. This rank looks at a share of it."""
+    """Raise RuntimeStateError if a byte of the tensors is not as it was written. This rank checks a share of them."""
     if not checkpoint.manifest:
         return
     every = parts_in(checkpoint.path, checkpoint.manifest, checkpoint.places)
@@ -300,13 +300,13 @@ def _put(
     checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, FilePlace]], values: dict[str, Any],
     model: nn.Module | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any], rank: int,
 ) -> None:  # fmt: skip
-    """Give everything what the checkpoint has of it."""
+    """Restore everything from the checkpoint."""
     for name in state:
         if f"{STATE}{name}" not in values:
             known = ", ".join(n.removeprefix(STATE) for n in values if n.startswith(STATE)) or "nothing"
             raise RuntimeStateError(f"{checkpoint.path} has no {name}; its named values are {known}")
     _put_tensors(checkpoint, values, state, rank)
-    for name, value in state.items():  # before what cannot fail: they may refuse
+    for name, value in state.items():  # before the steps that cannot fail: they may refuse
         value.load_state_dict(values[f"{STATE}{name}"])
     with progress("loading", sum(part_of(t)[1].nbytes for t, _ in wanted.values()), rank) as report, torch.no_grad():
         for tensor, place in wanted.values():
@@ -325,8 +325,8 @@ def _put(
 
 
 def _put_tensors(checkpoint: Checkpoint, values: dict[str, Any], state: Mapping[str, Any], rank: int) -> None:
-    """Put tensors where names stand for them: this rank's part where what gets them has a DTensor of that shape, else
-    the whole."""
+    """Replace the names of tensors in values by tensors: by this rank's part if the object to restore has a DTensor of
+    that shape, else by the whole."""
     places = checkpoint.places.get(VALUES, {})
     with progress("loading", sum(place.size for place in places.values()), rank) as report:
 
@@ -353,7 +353,8 @@ def _read(checkpoint: Checkpoint, place: FilePlace, tensor: Tensor, report: Repo
 def _put_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], start: str, report: Report
 ) -> None:
-    """Give an optimizer its states, each tensor placed as its parameter where it is of its shape, and its options."""
+    """Give an optimizer its options and its states; a tensor with an entry for each element is placed like its
+    parameter."""
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Any]] = {name: dict(value) for name, value in saved["values"].items()}
     for full, place in checkpoint.places[OPTIMIZER].items():
@@ -375,6 +376,6 @@ def _put_optimizer(
 
 
 def _device(optimizer: Optimizer, key: str, parameter: Tensor) -> torch.device:
-    """Where the number of steps is: with the parameter where the optimizer's kernel or a graph of CUDA reads it."""
+    """The device of a state: the parameter's, except for a number of steps that only the CPU reads."""
     apart = key == "step" and not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     return torch.device("cpu") if apart else parameter.device

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself in partway.json: which files it has, and how they can be told to be whole."""
+"""The description of a checkpoint in partway.json: its files, and checksums that show whether they are intact."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PARTS = re.compile(r"parts-\d{5,}\.json")
 
 
 def parts_file(rank: int) -> str:
-    """The file in which rank `rank` says what parts it wrote, and their checksums."""
+    """The file in which rank `rank` lists the parts that it wrote, with their checksums."""
     return f"parts-{rank:05d}.json"
 
 
 def state_file(rank: int) -> str:
-    """The file of what rank `rank` keeps beside tensors; that of rank 0 has what all have."""
+    """The file of rank `rank` for values that are not tensors; that of rank 0 has the common ones."""
     return f"state-{rank:05d}.pt" if rank else "state.pt"
 
 
@@ -46,10 +46,10 @@ class Manifest(BaseModel):
     """The manifest of a complete checkpoint.
 
     aliases    further names of weights, each with the first one
-    differ     the values that were others on each of the processes
+    differ     the values that differed between the processes
     sizes      of all files but this one, in bytes
     checksums  of the files that are read as a whole, and `headers` of those of tensors, whose parts have their own
-    checksum   of all that stands before it
+    checksum   of everything before it
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -86,8 +86,7 @@ def _checksum_of(tree: Mapping[str, Any]) -> int:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises RuntimeStateError for one that is missing, of a later version, or other than
-    it was written."""
+    """The manifest of a checkpoint. Raises RuntimeStateError if it is missing, of a later version, or damaged."""
     path = checkpoint / MANIFEST
     try:
         data = path.read_bytes()
@@ -117,14 +116,14 @@ def manifest_in(folder: Path) -> Manifest | None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[None]:
-    """Raise RuntimeStateError, which names the file at `path`, for whatever else reading it raises."""
+    """Raise RuntimeStateError, with the file at `path`, for any other error of the block that reads it."""
     try:
         yield
     except PartwayError:
         raise
     except ValidationError as error:
         raise RuntimeStateError(f"{path} is damaged: {first_problem(error)}") from error
-    except Exception as error:  # of a reader of another package, for what it never saw
+    except Exception as error:  # readers of other packages raise any error for damaged files
         told = next(iter(str(error).splitlines()), "")
         why = f"it {error}" if type(error) is ValueError else f"{type(error).__name__}: {told}"
         raise RuntimeStateError(f"{path} is damaged: {why}") from error
@@ -132,14 +131,14 @@ def whole(path: Path) -> Iterator[None]:
 
 _Part = tuple[str, str, tuple[tuple[int, int], ...], _Checksum]
 _PARTS: TypeAdapter[tuple[_Part, ...]] = TypeAdapter(tuple[_Part, ...], config=ConfigDict(strict=True))
-Part = tuple[FilePlace, str, tuple[slice, ...], int]  # where it is, of which tensor, which part of that, its checksum
+Part = tuple[FilePlace, str, tuple[slice, ...], int]  # its place, the name of its tensor, its slices, its checksum
 
 
 def parts_in(
     checkpoint: Path, manifest: Manifest, places: Mapping[str, Mapping[str, FilePlace]]
 ) -> list[tuple[str, Part]]:
-    """All parts that the processes wrote, each with the name of its files. Raises RuntimeStateError where they are not
-    the tensors at `places`."""
+    """All parts that the processes wrote, each with the name of its files. Raises RuntimeStateError if they are not the
+    tensors at `places`."""
     parts = []
     left = {stem: {name: math.prod(place.shape) for name, place in group.items()} for stem, group in places.items()}
     for rank in range(manifest.processes):

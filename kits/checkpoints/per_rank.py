@@ -1,7 +1,7 @@
-"""Weights as one file per rank, each with that rank's parts, and the strategy file of the plan that says what parts
-these are: how the reference keeps them, and its names for what is done with them.
+"""Weights as one file per rank, each with that rank's parts, and the strategy file of the plan that describes the
+parts: MindSpore's format, with MindSpore's names for the functions.
 
-A strategy file is what `strategy_ckpt_config={"save_file": ...}` or `plan.save` wrote. The file of a rank is one of
+A strategy file is written by `strategy_ckpt_config={"save_file": ...}` or `plan.save`. The file of a rank is one of
 safetensors (`save_checkpoint`, or safetensors' own writer), or a dict of tensors that `torch.save` wrote.
 """
 
@@ -49,7 +49,7 @@ Filename = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How a plan splits a weight: its `layout`, that is mesh and placements, and its shape as a whole."""
+    """How a plan splits a weight: its `layout` (mesh and placements), and its whole shape."""
 
     layout: Layout
     full_shape: tuple[int, ...]
@@ -66,18 +66,18 @@ class WeightLayout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of a rank's part; where parts are uneven, of the longest."""
+        """The shape of a rank's part; of uneven parts, the longest."""
         return self.layout.local_shape(self.full_shape)
 
 
-# -- What the reference has
+# -- MindSpore's functions
 
 
 def infer_predict_layout(model: nn.Module, *predict_data: Any) -> dict[str, WeightLayout]:
-    """Plan the call `model(*predict_data)` for inference, without running it. Returns how it splits each weight.
+    """Plan the call `model(*predict_data)` for inference, without running it. Returns the layout of each weight.
 
-    Under a launcher the weights are then laid out so. Raises StrategyError for a module that is not sharded, and what a
-    first call would raise.
+    Under a launcher the weights are then laid out so. Raises StrategyError for a module that is not sharded, and the
+    errors of a first call.
     """
     if not isinstance(model, nn.Module) or engine_of(model) is None:
         raise StrategyError(
@@ -89,12 +89,12 @@ def infer_predict_layout(model: nn.Module, *predict_data: Any) -> dict[str, Weig
 
 
 def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
-    """Write the weights of `network` as one safetensors file per rank. `filename` has {rank} in it, as in
-    "ckpt/rank_{rank}/model.safetensors". Under a launcher each process writes its own, and every rank calls it; when
-    it returns, all files are there. Virtual devices are written all from one process, as the last plan splits them.
-    Returns what this process wrote.
+    """Write the weights of `network` as one safetensors file per rank. `filename` contains {rank}, as in
+    "ckpt/rank_{rank}/model.safetensors". Under a launcher each process writes its own file, and every rank calls it;
+    when it returns, all files are there. For virtual devices one process writes all files, as the last plan splits the
+    weights. Returns the files that this process wrote.
 
-    Raises RuntimeStateError where ranks that hold the same part of a weight have other values of it, as `save` does.
+    Raises RuntimeStateError if ranks that hold the same part of a weight have different values of it, like `save`.
     """
     if "{rank}" not in os.fspath(filename) or "\0" in os.fspath(filename):
         raise RuntimeStateError(
@@ -108,7 +108,7 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
         check_alike(Content({MODEL: kept}, {}), ranks)
         own = {name: each.slices for name, each in kept.items()}
         if any(own[name] != slices_of(plan, name, tuple(t.shape), get_rank()) for name, t in tensors.items()):
-            plan = None  # they were laid out otherwise since
+            plan = None  # they were laid out differently since
         note = Note.of(get_rank(), get_group_size(), own, plan)
         with agreement(f"save {name_of(network)} as one file per rank") as facts:
             facts.append(Fact("filename", os.fspath(filename)))
@@ -127,14 +127,14 @@ def load_distributed_checkpoint(
 ) -> None:  # fmt: skip
     """Give `network` the weights that were saved as one file per rank: merged, and cut as the network is split.
 
-    checkpoint_filenames      the files of all ranks: in any order, as each says whose it is; those that another
-                              program wrote, or torch.save, in the order of ranks
-    predict_strategy          what infer_predict_layout gave: the weights are laid out so. None: as they lie, or whole
-                              for a network that is not sharded
+    checkpoint_filenames      the files of all ranks: in any order if they state their ranks; files of another program,
+                              or of torch.save, in the order of ranks
+    predict_strategy          the result of infer_predict_layout: the weights are laid out so. None: their layouts stay;
+                              whole for a network that is not sharded
     train_strategy_filename   the strategy file of the training; None: that of strategy_ckpt_config's load_file
 
-    A process reads what its parts need. Raises RuntimeStateError for files that are missing, too few, or of another
-    strategy, and StrategyError for a strategy of another model; then nothing is changed.
+    A process reads only the bytes of its parts. Raises RuntimeStateError for files that are missing, too few, or of
+    another strategy, and StrategyError for a strategy of another model; then nothing is changed.
     """
     if not isinstance(network, nn.Module):
         raise RuntimeStateError(f"network is {shown(network)}; it must be an nn.Module")
@@ -177,7 +177,7 @@ def transform_checkpoint_by_rank(
     rank_id: int, checkpoint_files_map: Mapping[int, Filename], save_checkpoint_file_name: Filename,
     src_strategy_file: Filename | None = None, dst_strategy_file: Filename | None = None,
 ) -> Path:  # fmt: skip
-    """Write the file of rank `rank_id` of one strategy, of the files of another, by rank: those that
+    """Write the file of rank `rank_id` of one strategy from the files of another, given by rank: those that
     `rank_list_for_transform` names."""
     source, target = _strategy(src_strategy_file, False), _strategy(dst_strategy_file, False)
     for needed in rank_list_for_transform(rank_id, src_strategy_file, dst_strategy_file):
@@ -193,8 +193,8 @@ def transform_checkpoints(
     src_dir: Filename, dst_dir: Filename, ckpt_prefix: str, src_strategy_file: Filename | None = None,
     dst_strategy_file: Filename | None = None,
 ) -> None:  # fmt: skip
-    """Write the files of all ranks of one strategy, as dst_dir/rank_0/<ckpt_prefix>0.safetensors and so on, of those of
-    another in src_dir/rank_0, src_dir/rank_1 and so on; in each folder it takes the last file by name. None for a
+    """Write the files of all ranks of one strategy, as dst_dir/rank_0/<ckpt_prefix>0.safetensors and so on, from those
+    of another in src_dir/rank_0, src_dir/rank_1 and so on; in each folder it takes the last file by name. None for a
     strategy: the weights are whole, in one file, that of rank 0."""
     files = dict(_files_in(Path(src_dir)))
     target = _strategy(dst_strategy_file, False)
@@ -214,13 +214,13 @@ def transform_checkpoints(
 
 
 def _strategy(filename: Filename | None, default: bool = True) -> Plan | None:
-    """The plan in a strategy file; that of the context, or None, if there is no name."""
+    """The plan in a strategy file; without a name that of the context, or None."""
     path = filename or (current().strategy_ckpt_config.load_file if default else "")
     return Plan.load(path) if path else None
 
 
 def _latest(network: nn.Module) -> Plan | None:
-    """The plan of the last call; None of a network that is not sharded, or in a process that has its parts already."""
+    """The plan of the last call; None for a network that is not sharded, or in a process that has its parts already."""
     if engine_of(network) is None:
         return None
     try:
@@ -252,7 +252,7 @@ def _check_rank(rank: Any, target: Plan | None) -> None:
 
 
 def _lay_out(network: nn.Module, wanted: Mapping[str, WeightLayout], tensors: Mapping[str, Tensor]) -> None:
-    """Lay the weights of `network` out as infer_predict_layout said."""
+    """Lay out the weights of `network` as infer_predict_layout returned."""
     for name, weight in wanted.items():
         if name not in tensors:
             raise StrategyError(f"predict_strategy has {name}, which the network lacks; infer it for this network")

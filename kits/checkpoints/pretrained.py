@@ -27,8 +27,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 def save_pretrained(
     model: nn.Module, original: Callable[..., Any], directory: str | os.PathLike[str], options: Mapping[str, Any]
 ) -> None:
-    """Write what `original`, the model's own method, writes: rank 0 all but the weights, and each rank its parts of
-    these. The weights have the names that they have in the model, which from_pretrained takes.
+    """Write the files of `original`, the model's own method: rank 0 all but the weights, and each rank its parts of
+    these. The weights have their names in the model, which from_pretrained takes.
 
     Raises RuntimeStateError for options that need whole weights on one process.
     """
@@ -63,7 +63,7 @@ def save_pretrained(
                 os.replace(entry, folder / entry.name)
         drop(fresh)
 
-    # it also writes into the configuration, on which a plan depends
+    # it also changes the configuration, on which a plan depends
     ranks.together(
         where, lambda: original(directory, state_dict={}, is_main_process=not ranks.rank, **options) and None
     )

@@ -1,4 +1,4 @@
-"""How far saving and loading have come, for a person at a terminal."""
+"""A progress bar for saving and loading, for a person at a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LARGE = 2**30  # bytes of this process: what has fewer is done before one wonders
+LARGE = 2**30  # bytes of this process: fewer are done before anybody wonders
 
 
 @contextmanager
 def progress(what: str, total: int, rank: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, if it is a terminal, there is much to do, and this is rank 0. Gives what is told of bytes."""
+    """Show a bar on stderr if it is a terminal, there is much to do, and this is rank 0. Yields a function that takes
+    the number of bytes done."""
     if rank or total < LARGE or not sys.stderr.isatty():
         yield lambda done: None
         return

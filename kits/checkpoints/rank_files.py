@@ -1,4 +1,4 @@
-"""Files of single ranks, each with that rank's parts of the weights: read as the whole weights that they make."""
+"""Files of single ranks, each with that rank's parts of the weights, read as whole weights."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _NOTE = "partway"  # its name in a file's header
 
 
 class Note(BaseModel):
-    """What the file of a rank says of itself: which rank's of how many it is, from where to where along each dim its
-    tensors are of the whole ones, and a digest of the strategy, "" where there was none."""
+    """The description of a rank's file in its header: the rank and the number of ranks, the range of its tensors along
+    each dim of the whole ones, and a digest of the strategy, "" if there is none."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     rank: int = Field(ge=0)
@@ -52,7 +52,7 @@ class Note(BaseModel):
 
     @classmethod
     def of(cls, rank: int, ranks: int, parts: Mapping[str, Slices], strategy: Plan | None) -> Note:
-        """The note of the parts at these slices, which `strategy` gave."""
+        """The note of the parts at these slices under `strategy`."""
         spans = {name: tuple((s.start, s.stop) for s in part) for name, part in parts.items()}
         return cls(rank=rank, ranks=ranks, parts=spans, strategy=digest_of(strategy))
 
@@ -65,7 +65,7 @@ class RankFile:
 
     @cached_property
     def note(self) -> Note | None:
-        """What it says of itself; None for a file that another program wrote, or torch.save."""
+        """Its note; None for a file of another program, or of torch.save."""
         if self.path.suffix != SUFFIX or (text := notes_in(self.path).get(_NOTE)) is None:
             return None
         try:
@@ -102,7 +102,7 @@ class RankFile:
         return dtype
 
     def read(self, name: str, slices: Slices, into: Tensor) -> None:
-        """Copy what is at `slices` of one of its tensors."""
+        """Copy the range `slices` of one of its tensors."""
         tensor = self._tensors[name]
         if isinstance(tensor, Tensor):
             into.copy_(tensor[slices])
@@ -130,7 +130,7 @@ class SavedRanks:
 
     @classmethod
     def of(cls, strategy: Plan | None, files: Mapping[int, Path]) -> SavedRanks:
-        """The weights in the files of all ranks, in the order of ranks, or in any where they say whose they are."""
+        """The weights in the files of all ranks, in the order of ranks, or in any if the files state their ranks."""
         count = strategy.mesh.device_num if strategy else 1
         if len(files) != count:
             of = f"the strategy is for {count} ranks" if strategy else "without a strategy the weights are in one file"
@@ -142,7 +142,7 @@ class SavedRanks:
         return cls(strategy, _by_rank(opened) if strategy else opened)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight as a whole."""
+        """The whole shape of a weight."""
         return shape_of(self.strategy, name) if name in self.layouts else self.names[name]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -150,7 +150,8 @@ class SavedRanks:
         return self._opened[min(self._opened)].dtype(name)
 
     def check(self, name: str, shape: tuple[int, ...], ranks: Collection[int]) -> None:
-        """Raise StrategyError if a weight has not this shape, and or RuntimeStateError if a file has another part."""
+        """Raise StrategyError if a weight does not have this shape, and RuntimeStateError if a file has another
+        part."""
         if self.shape(name) != shape:
             raise StrategyError(
                 f"{name} has shape {list(shape)} in the network, and was saved with {list(self.shape(name))}"
@@ -170,7 +171,7 @@ class SavedRanks:
                     f"{self.files[rank]} is not the checkpoint of rank {rank} under this strategy: {name} {has}, and "
                     f"the strategy gives it {list(own)}"
                 )
-        for rank in ranks:  # the parts of these may be the same under both
+        for rank in ranks:  # both strategies may give these the same parts
             note = self._opened[rank].note
             if note is not None and note.strategy not in ("", self._digest):
                 raise RuntimeStateError(
@@ -179,7 +180,7 @@ class SavedRanks:
                 )
 
     def read(self, name: str, shape: tuple[int, ...], wanted: Slices, into: Tensor) -> None:
-        """Copy what is at `wanted` of a whole weight."""
+        """Copy the range `wanted` of a whole weight."""
         layout = self.layouts.get(name)
         for rank, own in holders(layout, shape):
             if rank in self._opened and (common := common_part(own, wanted)) is not None:
@@ -192,7 +193,7 @@ class SavedRanks:
 
 
 def digest_of(strategy: Plan | None) -> str:
-    """A digest of how a strategy splits the weights over all ranks; "" of none."""
+    """A digest of how a strategy splits the weights over all ranks; "" for None."""
     if strategy is None:
         return ""
     weights = sorted((t.name, t.shape, t.codes) for t in strategy.inputs if t.role is Role.PARAMETER)
@@ -200,7 +201,7 @@ def digest_of(strategy: Plan | None) -> str:
 
 
 def _by_rank(files: Mapping[int, RankFile]) -> Mapping[int, RankFile]:
-    """Files of all ranks by the ranks that they say they are of; as they were given, where none says so."""
+    """The files of all ranks by the ranks that they state; in the given order if none states it."""
     if all(file.note is None for file in files.values()):
         return files
     by_rank: dict[int, RankFile] = {}
@@ -218,7 +219,7 @@ def _by_rank(files: Mapping[int, RankFile]) -> Mapping[int, RankFile]:
 
 
 def _check_notes(files: Mapping[int, RankFile], count: int) -> None:
-    """Raise RuntimeStateError for a file that says it is another rank's, or of another number of ranks."""
+    """Raise RuntimeStateError for a file that states another rank, or another number of ranks."""
     for rank, file in files.items():
         if file.note is not None and (file.note.rank, file.note.ranks) != (rank, count):
             raise RuntimeStateError(
@@ -263,7 +264,7 @@ def written_file(
     path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], parts: Iterable[tuple[str, Tensor]],
     note: Note,
 ) -> Path:  # fmt: skip
-    """Write tensors to the safetensors file `path`: all of it or nothing."""
+    """Write tensors, which `parts` may yield one at a time, to the safetensors file `path`: all of it or nothing."""
     (file,) = arrange(specs, path.stem, 1 << 62, {_NOTE: note.model_dump_json()}).values()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +283,7 @@ def written_file(
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a file is there that is not empty, and does not say whose it is."""
+    """Whether the file exists, is not empty, and has no note."""
     try:
         return path.is_file() and path.stat().st_size > 0 and RankFile(path).note is None
     except RuntimeStateError:
@@ -290,13 +291,13 @@ def _is_foreign(path: Path) -> bool:
 
 
 def shape_of(strategy: Plan | None, name: str) -> tuple[int, ...]:
-    """The shape of a weight in a strategy, as a whole."""
+    """The whole shape of a weight in a strategy."""
     assert strategy is not None
     return next(tuple(t.shape) for t in strategy.inputs if t.name == name and t.role is Role.PARAMETER)
 
 
 def slices_of(strategy: Plan | None, name: str, shape: tuple[int, ...], rank: int) -> Slices:
-    """What a rank has of a weight under a strategy."""
+    """The slices of a weight that a rank has under a strategy."""
     layout = strategy.parameters.get(name) if strategy else None
     return tuple(slice(0, size) for size in shape) if layout is None else layout.slices(shape, rank)
 
@@ -315,6 +316,6 @@ def holders(layout: Layout | None, shape: tuple[int, ...]) -> Iterator[tuple[int
 
 
 def common_part(one: Slices, other: Slices) -> Slices | None:
-    """What two parts of a tensor have in common; None if that is nothing."""
+    """The intersection of two parts of a tensor; None if it is empty."""
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return None if any(s.stop <= s.start for s in common) else common

@@ -1,7 +1,7 @@
-"""What the processes of a launcher tell each other while they save and load; where there is one process, nothing.
+"""Messages between the processes of a launcher while they save and load; none for one process.
 
-They come together by agreement first, which says who is missing and why. After that another thread may go on while the
-training does, so that it has a process group of its own, on CPUs.
+They first meet by agreement, which tells which ranks are missing and why. After that another thread may go on during
+the training, so it has a process group of its own, on CPUs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Ranks:
             self._group = _group(dist.group.WORLD)
 
     def together(self, step: str, run: Callable[[], T]) -> list[T]:
-        """What `run` gives on each rank, by rank, when it has ended on all. Where it fails on some, every rank raises:
-        those their error, the others RuntimeStateError with `step`, such as "write the checkpoint at x"; and where a
-        rank has ended, the others one that says so."""
+        """Return the results of `run` on all ranks, by rank, when it has ended on each. If it fails on some, every rank
+        raises: those their error, the others RuntimeStateError with `step`, such as "write the checkpoint at x"; if a
+        rank has ended, the others raise a RuntimeStateError that says so."""
         mine: Any = None
         error: Exception | None = None
         try:
@@ -47,7 +47,7 @@ class Ranks:
             every = [None] * self.size
             try:
                 dist.all_gather_object(every, said, self._group)
-            except RuntimeError as broken:  # what gloo says of a rank that has ended is where its own source is
+            except RuntimeError as broken:  # of a rank that has ended, gloo's message only has a line of its own source
                 raise error or RuntimeStateError(
                     f"rank {self.rank} could not {step}, since it no longer reaches every rank: {first_line(broken)}\n"
                     f"the other ranks:\n{watch().others()}"
@@ -60,13 +60,13 @@ class Ranks:
         return [value for value, _ in every]
 
     def each(self, step: str, run: Callable[[], T]) -> T:
-        """What `run` gives on this rank, when it has ended on all; it is not sent."""
+        """Return the result of `run` on this rank, when it has ended on all; the result is not sent."""
         results: list[T] = []
         self.together(step, lambda: results.append(run()))
         return results[0]
 
     def first(self, step: str, run: Callable[[], T]) -> T:
-        """What `run` gives on rank 0, on all ranks."""
+        """Return the result of `run` on rank 0, on all ranks."""
         given = self.together(step, run if self.rank == 0 else lambda: None)
         value: Any = given[0]
         return value  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ class Ranks:
 
 @functools.lru_cache(maxsize=1)
 def _group(world: Any) -> Any:
-    """A process group on CPUs beside `world`, for its ranks."""
+    """A process group on CPUs for the ranks of `world`."""
     timeout = max(timeout_of(world), timedelta(minutes=30))
     return watch().together(
         "connect the processes for checkpoints", lambda: dist.new_group(backend="gloo", timeout=timeout)

@@ -1,4 +1,4 @@
-"""`Resume`: a training loop that goes on from its last checkpoint, however it was ended and is started again."""
+"""`Resume`: a training loop that continues from its last checkpoint, however it was ended and is started again."""
 
 from __future__ import annotations
 
@@ -34,35 +34,36 @@ _GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "bat
 
 
 class Resume:
-    """A training loop that saves as it goes, and goes on from the last good checkpoint when it is started again: by
-    torchrun's restarts, by a scheduler, by hand, on as many processes or on others.
+    """A training loop that saves as it goes, and continues from the last good checkpoint when it is started again: by
+    torchrun's restarts, by a scheduler, by hand, on the same number of processes or another.
 
-        training = pw.Resume("checkpoints", model, optimizer, every=100)
-        for step in training.steps(10_000):
-            ...  # one step
+    training = pw.Resume("checkpoints", model, optimizer, every=100)
+    for step in training.steps(10_000):
+        ...  # one step
 
     or, over a data loader:
 
-        training = pw.Resume("checkpoints", model, optimizer, loader=loader, every=100)
-        for epoch, batch in training.batches(epochs=3):
-            ...
+    training = pw.Resume("checkpoints", model, optimizer, loader=loader, every=100)
+    for epoch, batch in training.batches(epochs=3):
+        ...
 
     path, model, optimizer   as `save` takes them
-    loader   a data loader. With one that has a state_dict (torchdata's StatefulDataLoader) training goes on within an
-             epoch, with the next batch, and later epochs are shuffled as they would have been; a plain one is refused,
-             since it would begin anew
+    loader   a data loader. With one that has a state_dict (torchdata's StatefulDataLoader) training continues within an
+             epoch, with the next batch, and later epochs are shuffled as without the interruption; a plain one is
+             refused, since it would start over
     every    steps from one checkpoint to the next; the last step is saved, too
     keep     how many checkpoints to keep
     asynchronous   True: they are written while the training goes on
-    state    what else goes on: anything with state_dict() and load_state_dict(), such as a scheduler or a GradScaler
+    state    further objects to restore: anything with state_dict() and load_state_dict(), such as a scheduler or a
+             GradScaler
 
-    `step` and `epoch` are where the training is; `resumed` says whether it has found a checkpoint. Random generators
-    go on as they were, so that a run that was ended has the losses of one that never was.
+    `step` and `epoch` are the position of the training; `resumed` says whether it has found a checkpoint. Random
+    generators are restored, so that an interrupted run has the losses of an uninterrupted one.
 
     On SIGTERM, which launchers and clusters send before they end a job, all ranks finish the same step, save, and exit
     with status 143. Under a launcher every rank makes one, and takes the same steps.
 
-    Raises RuntimeStateError for wrong arguments, and what `load` raises for a checkpoint of another model.
+    Raises RuntimeStateError for wrong arguments, and the errors of `load` for a checkpoint of another model.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Resume:
         _check_generators(loader)
         self.resumed = Ranks().first(f"look for a checkpoint in {path}", self._is_there)
         self._saved, self._within = -1, self.resumed
-        self._began: dict[str, Any] = {}  # the random states in which the epoch began
+        self._began: dict[str, Any] = {}  # the random states at the start of the epoch
         if self.resumed:
             found = load(self.path, model, optimizer, **self._state)
             self.step = self._saved = found["step"]
@@ -102,14 +103,14 @@ class Resume:
         return self.path.is_dir() and bool(folders.checkpoints(self.path))
 
     def steps(self, total: int) -> Iterator[int]:
-        """The numbers of the steps that are left of `total`."""
+        """The numbers of the remaining steps of `total`."""
         while self.step < total:
             yield self.step
             self._done(last=self.step + 1 == total)
         wait()
 
     def batches(self, epochs: int) -> Iterator[tuple[int, Any]]:
-        """The epoch and the next batch of the loader, of what is left of `epochs`."""
+        """The remaining epochs of `epochs`, each with the next batch of the loader."""
         if self._loader is None:
             raise RuntimeStateError("there is no loader to take batches from; give Resume one")
         while self.epoch < epochs:
@@ -125,8 +126,9 @@ class Resume:
         wait()
 
     def _stream(self) -> Iterator[Any]:
-        """The batches of this epoch that are left. A loader and its sampler draw random numbers as they begin. One that
-        goes on begins again, with the numbers of the first time; after it all generators are as the checkpoint was."""
+        """The remaining batches of this epoch. A loader and its sampler draw random numbers when they start. To
+        continue within an epoch they start with the numbers of the first time; then all generators get the states of
+        the checkpoint."""
         now = self._random()
         if self._within:
             self._set_random(self._began)
@@ -159,7 +161,7 @@ class Resume:
         self._saved = self.step
 
     def _done(self, last: bool = False) -> None:
-        """A step is done."""
+        """Count a step, and save or end if it is time."""
         self.step += 1
         ends = self._ends()
         if ends or last or self.step % self.every == 0:
@@ -169,16 +171,16 @@ class Resume:
             worker.leave("SIGTERM" if self._told else None)
             raise SystemExit(AGAIN)
 
-    # -- the end that is asked for
+    # -- the requested end
 
     def _terminate(self, number: int, frame: Any) -> None:
         self._told = True
         if launched():
-            # ranks are within a step of each other, so that none has done this one yet
+            # ranks are within a step of each other, so none has done this one yet
             _store(dist.group.WORLD).compare_set(_STOP, "", str(self.step + 2))
 
     def _ends(self) -> bool:
-        """Whether to end after the step that is done: all ranks after the same one."""
+        """Whether to end after the current step: all ranks end after the same one."""
         if not launched():
             return self._told
         store = _store(dist.group.WORLD)
@@ -186,7 +188,7 @@ class Resume:
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """The random generators of a loader and its samplers, by where they are."""
+    """The random generators of a loader and its samplers, by their attributes."""
 
     def at(path: str) -> Any:
         return functools.reduce(lambda value, name: getattr(value, name, None), path.split("."), loader)
@@ -195,8 +197,9 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 
 def _check_generators(loader: Any) -> None:
-    """Torchdata restores a sampler's generator as of the beginning of the epoch, without what the loader draws between
-    two draws of the sampler."""
+    """Raise RuntimeStateError if a loader and its sampler share a generator from which the sampler draws more than once
+    an epoch. Torchdata restores the sampler's generator as of the start of the epoch, without the draws of the loader
+    between."""
     sampler: Any = getattr(loader, "sampler", None)
     generator = getattr(sampler, "generator", None)
     if generator is None or generator is not loader.generator or not type(sampler).__module__.startswith("torchdata."):

@@ -1,4 +1,4 @@
-"""`save`: a checkpoint of a model, an optimizer and what else a script keeps."""
+"""`save`: write a checkpoint of a model, an optimizer and further values of a script."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from partway.strategy.basics.files import write_whole
 from partway.strategy.errors import shown
 
 _LISTED = 8  # tensors that an error lists
-LARGEST = 5 * 10**9  # bytes of a file, as Hugging Face has it
-Part = tuple[str, str, Slices, Tensor]  # the files that it goes to, the name of its tensor, where it is in that
+LARGEST = 5 * 10**9  # bytes of a file, as in Hugging Face's format
+Part = tuple[str, str, Slices, Tensor]  # the stem of its files, the name of its tensor, its slices, the data
 
 
 class Saving:
@@ -45,7 +45,7 @@ class Saving:
     def __init__(self, run: Any) -> None:
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._told = False  # it was raised
+        self._told = False  # the error was raised
         self._thread = threading.Thread(target=self._run, args=(run,), name="partway save")
         self._thread.start()
 
@@ -57,11 +57,11 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until it is complete. Returns where it is. Raises what made it fail."""
+        """Wait until it is complete, and return its path. Raises the error that made it fail."""
         self._thread.join()
         if self._error is not None:
             self._told = True
@@ -70,7 +70,7 @@ class Saving:
         return self._path
 
     def end(self) -> None:
-        """Wait, and raise what made it fail if nobody has been told."""
+        """Wait, and raise the error that made it fail if nobody has seen it."""
         self._thread.join()
         if not self._told:
             self.wait()
@@ -96,22 +96,21 @@ def save(
     """Write a checkpoint into the folder `path`, from which `load` continues: on any mesh, with any number of
     processes, on virtual devices, or without Partway.
 
-    model          sharded or not; its weights go to safetensors files, whole, as Hugging Face has them
+    model          sharded or not; its weights go to safetensors files, whole, in Hugging Face's format
     optimizer      an optimizer of its parameters, or several
     keep           how many checkpoints to keep in the folder, the last ones; None: all
     asynchronous   True: the tensors are copied (to the CPU), and written while the training goes on. Returns a
                    `Saving`, whose `wait()` ends when the checkpoint is complete; the next `save`, `shutdown` and the
                    end of the program wait for it, too
-    state          what else to keep: numbers, texts, tensors, lists and dicts of them, or what has a state_dict() (a
-                   scheduler, a GradScaler, a StatefulDataLoader); where it differs between ranks, each one's is kept
+    state          further values to keep: numbers, texts, tensors, lists and dicts of them, or an object with a
+                   state_dict() (a scheduler, a GradScaler, a StatefulDataLoader); if ranks differ, each one's is kept
 
-    The states of the random generators are always kept. Under a launcher every rank calls it; the folder has to be one
-    that all of them see. Returns the path of the checkpoint, `path`/checkpoint-000001 and so on: it is there as a whole
-    or not at all, after a crash at any moment too.
+    The states of the random generators are always kept. Under a launcher every rank calls it; the folder must be
+    visible to all of them. Returns the path of the checkpoint, `path`/checkpoint-000001 and so on: it appears as a
+    whole or not at all, even after a crash at any moment.
 
-    Raises RuntimeStateError where something cannot be kept or written, and where ranks that hold the same part of a
-    tensor have other values of it, unless compare_replicas=False says that any of these will do; the checkpoints before
-    stay as they are.
+    Raises RuntimeStateError if a value cannot be kept or written, and if ranks that hold the same part of a tensor have
+    different values of it, unless compare_replicas=False accepts any of them; earlier checkpoints stay as they are.
     """
     check(path, model, keep)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -160,7 +159,7 @@ def check_alike(content: Content, ranks: Ranks) -> None:
 
 
 def in_background(run: Callable[[], Path]) -> Saving:
-    """Have another thread write a checkpoint; the next one, `shutdown` and the end of the program wait for it."""
+    """Write a checkpoint on another thread; the next one, `shutdown` and the end of the program wait for it."""
     global _running  # noqa: PLW0603 - one at a time
     _running = Saving(run)
     before_shutdown(wait)
@@ -169,8 +168,8 @@ def in_background(run: Callable[[], Path]) -> Saving:
 
 
 def wait() -> None:
-    """Wait until the checkpoint is complete that is written while the training goes on, if one is. Raises what made it
-    fail, once."""
+    """Wait for the checkpoint that is written during the training, if there is one. Raises the error that made it fail,
+    once."""
     global _running
     if _running is not None:
         waited, _running = _running, None
@@ -179,11 +178,11 @@ def wait() -> None:
 
 @functools.cache
 def _at_exit() -> None:
-    atexit.register(wait)  # Python prints what it raises
+    atexit.register(wait)  # Python prints its error
 
 
 def check(path: Any, model: Any, keep: Any) -> None:
-    """Raise RuntimeStateError for arguments of `save` that cannot be."""
+    """Raise RuntimeStateError for invalid arguments of `save`."""
     folders.check_path(path)
     if not isinstance(model, nn.Module):
         raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
@@ -212,7 +211,7 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
 
 
 def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> None:
-    """Make all files of tensors, with their headers."""
+    """Create all files of tensors, with their headers."""
     for group in files.values():
         create(fresh, group)
 
@@ -223,7 +222,7 @@ def write_parts(
 ) -> dict[str, str]:  # fmt: skip
     """Write this process's parts, and their checksums. Returns a digest of each value that it would keep.
 
-    others, size    further parts, of as many bytes, that are there only when it is their turn
+    others, size    further parts, and their size in bytes; an iterator may make each when its turn comes
     """
     mine = [(stem, n, kept) for stem, group in content.tensors.items() for n, kept in group.items() if kept.writes]
     places = {stem: {n: p for file in group.values() for n, p in file.places.items()} for stem, group in files.items()}
@@ -239,7 +238,7 @@ def write_parts(
 
 
 def write_values(values: Mapping[str, bytes], differ: set[str], fresh: Path, rank: int) -> None:
-    """Write the values: rank 0 all, the others what they have else."""
+    """Write the values: rank 0 all, the others their differing ones."""
     own = {name: data for name, data in values.items() if rank == 0 or name in differ}
     if own:
         file = state_file(rank)
@@ -251,7 +250,7 @@ def write_values(values: Mapping[str, bytes], differ: set[str], fresh: Path, ran
 
 
 def write_index(folder: Path, weights: Mapping[str, TensorFile]) -> None:
-    """Say which of several files has which weight, as Hugging Face does."""
+    """Write the index of weights in several files, in Hugging Face's format."""
     if len(weights) > 1:
         index = {
             "metadata": {"total_size": sum(place.size for file in weights.values() for place in file.places.values())},
@@ -264,7 +263,7 @@ def complete(
     content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], differ: set[str], keep: int | None,
     processes: int,
 ) -> Path:  # fmt: skip
-    """Write what there is, and give the checkpoint its name. Returns where it is."""
+    """Write the index and the manifest, and give the checkpoint its name. Returns its path."""
     write_index(fresh, files.get(MODEL, {}))
     entries = [entry for entry in sorted(fresh.iterdir()) if entry.name != MANIFEST]
     manifest = Manifest(

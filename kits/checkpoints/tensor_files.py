@@ -1,7 +1,7 @@
 """Whole tensors in safetensors files, which several processes write and read by parts, at the same time.
 
 The format is a header in JSON, with the place of each tensor, and then their bytes in C order
-(https://github.com/huggingface/safetensors#format). So where each part goes is known before anyone writes.
+(https://github.com/huggingface/safetensors#format). So the place of each part is known before anyone writes.
 
 A part is written and read in pieces of at most `PIECE` bytes of the file, through a window of it in memory: no process
 holds more than its part and one piece.
@@ -31,7 +31,7 @@ from partway.strategy.errors import shown
 PIECE = 2**25  # bytes
 SUFFIX = ".safetensors"
 Slices = tuple[slice, ...]
-Report = Callable[[int], object]  # of bytes that are done
+Report = Callable[[int], object]  # takes the number of bytes done
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -42,12 +42,12 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}  # numpy lacks bfloat16: bits are moved
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LARGEST_HEADER = 100_000_000  # bytes; that of safetensors' own reader
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of safetensors' own reader
 
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where a tensor is: in `file`, from byte `start` on."""
+    """The place of a tensor: in `file`, from byte `start` on."""
 
     file: str
     start: int
@@ -56,13 +56,13 @@ class FilePlace:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file before there is one: its header, its size in bytes, and where its tensors go."""
+    """The plan of a file: its header, its size in bytes, and the places of its tensors."""
 
     header: bytes
     size: int
@@ -98,7 +98,7 @@ def arrange(
 def _arranged(
     file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], notes: Mapping[str, str]
 ) -> TensorFile:
-    # the widest first, so that each is aligned, as safetensors' own writer has it
+    # the widest first, so that each is aligned, as in safetensors' own writer
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     at = 0
@@ -130,18 +130,18 @@ def begin(out: IO[bytes], file: TensorFile) -> None:
 
 
 def _reserve(number: int, size: int) -> None:
-    """Have the disk keep room, so that a full one is an error here, and not a signal while a window is written."""
+    """Reserve room on the disk, so that a full one is an error here, and not a signal while a window is written."""
     if hasattr(os, "posix_fallocate") and size:
         try:
             os.posix_fallocate(number, 0, size)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # what some file systems answer
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some file systems answer these
                 raise
 
 
 def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | None = None) -> dict[str, FilePlace]:
-    """Where the tensors of the files `names` are. Raises RuntimeStateError for a file that is not there, is cut off, is
-    no safetensors file, or has not the header whose checksum is in `headers`; it names it."""
+    """The places of the tensors in the files `names`. Raises RuntimeStateError, with its name, for a file that is
+    missing, truncated, not of safetensors, or has another header than the checksum in `headers`."""
     places: dict[str, FilePlace] = {}
     for name in names:
         with _whole(folder / name):
@@ -153,7 +153,7 @@ def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | N
 
 
 def notes_in(path: Path) -> dict[str, str]:
-    """The notes in the header of a file. Raises RuntimeStateError as `places_in`."""
+    """The notes in the header of a file. Raises RuntimeStateError like `places_in`."""
     with _whole(path):
         notes = _header(path, None)[0].get("__metadata__", {})
         return {str(name): str(note) for name, note in notes.items()}
@@ -169,7 +169,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def _header(path: Path, checksum: int | None) -> tuple[dict[str, Any], int, int]:
-    """The header of a file, where its tensors begin, and its size."""
+    """The header of a file, the offset of its tensors, and its size."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(start := file.read(8), "little")
@@ -229,7 +229,7 @@ def write_part(folder: Path, place: FilePlace, slices: Slices, part: Tensor, rep
 
 
 def read_part(folder: Path, place: FilePlace, slices: Slices, part: Tensor, report: Report) -> None:
-    """Copy what is at `slices` of a tensor into `part`, which may have another dtype."""
+    """Copy the range `slices` of a tensor into `part`, which may have another dtype."""
     same = part.dtype is place.dtype
     into = _bits(part) if same else part.detach()
     into = into if into.dim() else into.reshape(1)
@@ -240,7 +240,7 @@ def read_part(folder: Path, place: FilePlace, slices: Slices, part: Tensor, repo
 
 
 def checksum_of(folder: Path, place: FilePlace, slices: Slices, report: Report) -> int:
-    """The checksum of the part at `slices` of a tensor, as it is in the file."""
+    """The checksum of the part at `slices` of a tensor in the file."""
     checksum = 0
     for window, inside, _ in _windows(folder, place, slices, "r"):
         piece = np.ascontiguousarray(window[inside])
@@ -250,7 +250,7 @@ def checksum_of(folder: Path, place: FilePlace, slices: Slices, report: Report) 
 
 
 def synchronize(folder: Path, names: Sequence[str]) -> None:
-    """Wait until what this process wrote to the files, and that they are there, is on the disk."""
+    """Wait until this process's writes to the files, and their names, are on the disk."""
     for path in (*(folder / name for name in names), folder):
         number = os.open(path, os.O_RDONLY)
         try:
@@ -260,14 +260,14 @@ def synchronize(folder: Path, names: Sequence[str]) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers, of one dim at least."""
+    """The bits of a tensor as integers, with at least one dim."""
     own = tensor.detach().view(_WORDS[tensor.element_size()])
     return own if own.dim() else own.reshape(1)
 
 
 def _windows(folder: Path, place: FilePlace, slices: Slices, mode: Any) -> Iterator[tuple[Any, Slices, Slices]]:
-    """Windows of a file that hold the part at `slices` of a tensor one after another, as arrays; where the part's
-    elements are in each, and which of the part they are."""
+    """Windows of a file that together hold the part at `slices` of a tensor, as arrays; for each the part's elements in
+    it, and their slices of the part."""
     item = place.dtype.itemsize
     shape, slices = (place.shape, slices) if place.shape else ((1,), (slice(0, 1),))
     for offset, window, inside, within in _pieces(shape, slices, max(1, PIECE // item)):
@@ -277,8 +277,8 @@ def _windows(folder: Path, place: FilePlace, slices: Slices, mode: Any) -> Itera
 def _pieces(
     shape: tuple[int, ...], slices: Slices, limit: int
 ) -> Iterator[tuple[int, tuple[int, ...], Slices, Slices]]:
-    """Pieces of at most `limit` elements that hold the part at `slices` of a tensor of `shape`: where each begins, its
-    shape, where the part's elements are in it, and which of the part they are."""
+    """Pieces of at most `limit` elements that hold the part at `slices` of a tensor of `shape`: for each its start, its
+    shape, the part's elements in it, and their slices of the part."""
     first, *rest = slices
     row = math.prod(shape[1:])
     if any(s.stop <= s.start for s in slices):

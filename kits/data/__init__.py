@@ -1,23 +1,23 @@
 """The data side of training on images that are split along height and width: a rank reads its part of each image.
 
-    part = pw.data.part_of((1, 1, 1, 8))                      # what this rank holds of the input [N, C, H, W]
+    part = pw.data.part_of((1, 1, 1, 8))                      # this rank's part of the input [N, C, H, W]
     sampler = pw.data.distributed_sampler(dataset, part)      # ranks that share an image get the same samples
     image = pw.data.WindowReader("slide.tif")                 # in the data set: only the tiles of the part are read
     view = pw.data.RandomCrop(4096, seed=7)(pw.data.View.of(image), epoch=epoch, index=index)
     pixels = view.part(part).read(image)
 
-In go a strategy or a plan, and images or shards. Out come a rank's `Part`, the window of each image that it holds, and
-samplers and pipelines that give ranks that share an image the same samples.
+The input is a strategy or a plan, and images or shards. The output is a rank's `Part`, the window of each image that it
+holds, and samplers and pipelines that give ranks that share an image the same samples.
 
-    part                         which part of a tensor a rank holds; parts put together, whole or as a DTensor
-    window, view, random_views   rectangles of an image, what is cut and mirrored of it, and the same at random
-    reader, source               reading a window; tiff_source and zarr_source read files, an array is a source too
+    part                         the part of a tensor that a rank holds; joins parts, whole or as a DTensor
+    window, view, random_views   rectangles of an image; crops and flips of it, and random ones
+    reader, source               read a window; tiff_source and zarr_source read files, an array is a source too
     patches                      MindSpore's SlicePatches
-    samplers, epoch              which samples a rank reads, and in which epoch
+    samplers, epoch              the samples that a rank reads, and the epoch
     web                          WebDataset shards by group; web_pipeline and web_decode do the work
-    extras                       what is installed with `partway[data]`: tifffile, zarr, webdataset
+    extras                       the packages of `partway[data]`: tifffile, zarr, webdataset
 
-Packages of the extra are imported when they are first used.
+Packages of the extra are imported at their first use.
 """
 
 from __future__ import annotations

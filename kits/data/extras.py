@@ -1,4 +1,4 @@
-"""Packages that only some of this package needs: the extra `data`."""
+"""Packages that only some modules of this package need: the extra `data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds."""
+"""The part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ class Part:
 
     @classmethod
     def whole(cls, ndim: int) -> Part:
-        """The part that is a whole tensor of `ndim` dims. Raises DataError for another number than 0 to 64."""
+        """The part that is a whole tensor of `ndim` dims. Raises DataError unless `ndim` is 0 to 64."""
         if not is_int(ndim, 0) or ndim > 64:
             raise DataError(f"ndim is {shown(ndim)}; write how many dims the tensor has")
         return cls((0,) * ndim, (1,) * ndim)
 
     @classmethod
     def of_layout(cls, layout: Layout, ndim: int, rank: int) -> Part:
-        """What `rank` holds of a tensor of `ndim` dims with this layout. Raises StrategyError for a rank that is not on
-        its mesh, or a split dim that the tensor does not have."""
+        """The part of `rank` in a tensor of `ndim` dims with this layout. Raises StrategyError for a rank outside its
+        mesh, or a split dim that the tensor does not have."""
         splits = layout.splits(ndim)
         return cls(tuple(cut.start for cut in layout.slices(splits, rank)), splits)
 
     def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Its place in a tensor of global `shape`. Raises DataError, naming the dim, where the parts are uneven."""
+        """Its place in a tensor of global `shape`. Raises DataError, naming the dim, if the parts are uneven."""
         if len(shape) != len(self.splits):
             raise DataError(f"{self} is for tensors of {counted(len(self.splits), 'dim')}, not of shape {list(shape)}")
         local = [_divided(size, n, f"dim {dim}") for dim, (size, n) in enumerate(zip(shape, self.splits, strict=True))]
         return tuple(slice(i * size, (i + 1) * size) for i, size in zip(self.index, local, strict=True))
 
     def window(self, height: int, width: int, dims: tuple[int, int] = IMAGE_DIMS) -> Window:
-        """Its rows and columns of an image of `height` and `width`, which are `dims` of the tensor. Raises DataError
-        where the parts are uneven."""
+        """Its rows and columns of an image of `height` and `width`, which are `dims` of the tensor. Raises DataError if
+        the parts are uneven."""
         (y, rows), (x, columns) = self.along(dims[0]), self.along(dims[1])
         h, w = _divided(height, rows, "the height"), _divided(width, columns, "the width")
         return Window(y * h, (y + 1) * h, x * w, (x + 1) * w)
@@ -82,7 +82,7 @@ class Part:
         return y * columns + x
 
     def along(self, dim: int) -> tuple[int, int]:
-        """Its index along `dim`, and how many parts there are. Raises DataError for a dim that it does not have."""
+        """Its index along `dim`, and the number of parts there. Raises DataError for a dim that it does not have."""
         if not is_int(dim) or not -len(self.splits) <= dim < len(self.splits):
             raise DataError(f"{self} has no dim {shown(dim)}, only {counted(len(self.splits), 'dim')}")
         return self.index[dim], self.splits[dim]
@@ -99,28 +99,27 @@ def _divided(size: int, parts: int, name: str) -> int:
     return size // parts
 
 
-# -- from what a person wrote, or from a plan ------------------------------------------------------------------------
+# -- from a person's strategy, or from a plan --------------------------------------------------------------------------
 
 
 def part_of(strategy: Any, rank: int | None = None, *, mesh: Any = None, devices: int | None = None) -> Part:
-    """What `rank` holds of the input with this strategy: an entry of a `dataset_strategy` or of an `in_strategy`.
+    """The part of the input that `rank` holds under a strategy: an entry of a `dataset_strategy` or of an
+    `in_strategy`.
 
     strategy   split counts (1, 1, 1, 8), or with `mesh` axis names ("dp", None, None, "w")
-    rank       None: this process's, or where no launcher started it the whole tensor, as the simulated ranks are
-               given whole inputs
+    rank       None: this process's; without a launcher the whole tensor, as the simulated ranks are given whole inputs
     mesh       the one that `shard` was given
-    devices    how many there are; None: those of the mesh, of the launcher, or of the context
+    devices    their number; None: that of the mesh, of the launcher, or of the context
 
-    Without a mesh the counts must split one dim over all devices, or nothing: which ranks share a part, and in which
-    order two dims are split, is chosen with the plan. Raises StrategyError where that is so, or where the strategy
-    cannot be met.
+    Without a mesh the counts must split one dim over all devices, or nothing: the plan chooses which ranks share a
+    part, and the order of two split dims. Raises StrategyError for other counts, and for a strategy that cannot be met.
     """
     _check_entry(strategy)
     own_mesh, ndim = given_mesh(mesh), len(strategy)
     total = _devices(own_mesh, devices)
     counts = [entry for entry in strategy if isinstance(entry, int)]
     split = [count for count in counts if count > 1]
-    # every split that these devices can make divides such a shape: what is checked here is what was written
+    # every split on these devices divides such a shape: this checks only the strategy as written
     shape = (total * math.prod(counts),) * ndim
     layout, *others = parse(strategy, own_mesh or Mesh.flat(total), shape).layouts(shape)
     if others or (own_mesh is None and (len(split) > 1 or math.prod(split) not in (1, total))):
@@ -133,14 +132,14 @@ def part_of(strategy: Any, rank: int | None = None, *, mesh: Any = None, devices
 
 
 def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) -> Part:
-    """What `rank` holds of an input in a plan: that of a sharded model or function, of what `compile` returned, or a
-    Plan itself.
+    """The part of an input that `rank` holds in a plan: that of a sharded model or function, of the result of
+    `compile`, or a Plan itself.
 
     input   its position among the tensors of the call, or its name
     rank    None: as for `part_of`
 
-    A rank is given its part where `dataset_strategy` is set; elsewhere it is given whole inputs, and takes its part.
-    Raises DataError for an unknown input, RuntimeStateError where there is no plan yet.
+    With `dataset_strategy` set a rank is given its part; otherwise it is given whole inputs, and takes its part. Raises
+    DataError for an unknown input, RuntimeStateError if there is no plan yet.
     """
     plan = planned if isinstance(planned, Plan) else getattr(planned, "plan", None)
     if not isinstance(plan, Plan):
@@ -151,12 +150,12 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
 
 
 def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
-    """This rank's part of an input, as a sharded model takes it in place of the whole input: a DTensor if a launcher
-    started this process; otherwise `part` itself, which is the whole input then. Every rank calls it.
+    """This rank's part of an input, in the form that a sharded model takes in place of the whole input: a DTensor if a
+    launcher started this process; otherwise `part` itself, which is the whole input then. Every rank calls it.
 
     For an input that is split along several dims, as by in_strategy=(("dp", None, None, "w"),), and that no rank should
     read as a whole. `strategy` is its entry, in axis names, and `mesh` the one that `shard` was given. Raises
-    StrategyError as `part_of` does, for a part with another number of dims, and for parts that no DTensor has.
+    StrategyError like `part_of`, for a part with another number of dims, and for parts that no DTensor has.
     """
     if given_mesh(mesh) is None:
         raise StrategyError("to_global takes the mesh that shard was given, such as mesh={'dp': 2, 'w': 4}")
@@ -177,16 +176,16 @@ def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
 
 
 def whole_batch(part: torch.Tensor, strategy: Any = None, mesh: Any = None) -> torch.Tensor:
-    """All of a tensor of which each process has its own part, such as the labels beside its part of the batch: what a
-    loss outside of the model takes, since results are those of the whole batch. Parts may differ in size. In one
-    process that stands for all devices it is `part` itself. Every process calls it.
+    """The whole of a tensor of which each process has its own part, such as the labels beside its part of the batch:
+    the target of a loss outside of the model, since results are those of the whole batch. Parts may differ in size. In
+    one process that stands for all devices it is `part` itself. Every process calls it.
 
-    strategy   which part each process has, as for `part_of`; None: one of as many along the first dim as there are
-               processes, in their order
-    mesh       the one that `shard` was given, where the strategy has axis names
+    strategy   the part of each process, as for `part_of`; None: equally many parts along the first dim as processes, in
+               their order
+    mesh       the one that `shard` was given, if the strategy has axis names
 
-    A gradient finds its way back: that of the whole, which is the same on all ranks, gives each rank its part. Raises
-    StrategyError as `part_of` does, RuntimeStateError where ranks have parts of other dtypes or numbers of dims.
+    Gradients propagate back: that of the whole, which is the same on all ranks, gives each rank its part. Raises
+    StrategyError like `part_of`, RuntimeStateError if ranks have parts of other dtypes or numbers of dims.
     """
     if isinstance(part, torch.Tensor) and strategy is None:
         strategy = (_devices(given_mesh(mesh), None), *[1] * (part.ndim - 1))
@@ -199,7 +198,7 @@ def whole_batch(part: torch.Tensor, strategy: Any = None, mesh: Any = None) -> t
 
 
 def _layout_of_parts(call: str, part: object, strategy: Any, mesh: Any) -> Layout:
-    """How the tensor lies of which each rank has a `part`."""
+    """The layout of the tensor of which each rank has a `part`."""
     if not isinstance(part, torch.Tensor):
         raise StrategyError(f"{call} takes a tensor, this rank's part of an input, not {shown(part)}")
     held = part_of(strategy, 0, mesh=mesh)
@@ -208,7 +207,7 @@ def _layout_of_parts(call: str, part: object, strategy: Any, mesh: Any) -> Layou
             f"the part has shape {list(part.shape)}, but {shown(strategy)} is for {counted(len(held.splits), 'dim')}"
         )
     on = given_mesh(mesh) or Mesh.flat(_devices(None, None))
-    shape = (on.device_num**2,) * part.ndim  # which every split divides
+    shape = (on.device_num**2,) * part.ndim  # every split divides it
     return parse(strategy, on, shape).layouts(shape)[0]
 
 

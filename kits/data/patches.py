@@ -1,4 +1,4 @@
-"""Cutting an image into a grid of patches, as MindSpore's `vision.SlicePatches` does."""
+"""Cut an image into a grid of patches, like MindSpore's `vision.SlicePatches`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Image = TypeVar("Image", NDArray[Any], torch.Tensor)
 
 
 class SliceMode(Enum):
-    """What happens to an image that the grid does not divide."""
+    """How to cut an image that the grid does not divide."""
 
     PAD = "pad"
     DROP = "drop"
 
 
 class SlicePatches:
-    """A transform: an image of [H, W] or [H, W, C], as array or tensor, becomes a tuple of `num_height` times
-    `num_width` patches of the same kind and dtype, row after row; a grid of 1x1 gives the image itself.
+    """A transform: cuts an image of [H, W] or [H, W, C], an array or a tensor, into a tuple of `num_height` times
+    `num_width` patches of the same kind and dtype, row after row; a grid of 1x1 returns the image itself.
 
-    PAD    a patch has ceil(H / num_height) x ceil(W / num_width) pixels; `fill_value` (0 to 255) stands at the bottom
-           and at the right, so that the last patches may be all padding
-    DROP   it has floor(H / num_height) x floor(W / num_width); what is left at the bottom and at the right is dropped
+    PAD    a patch has ceil(H / num_height) x ceil(W / num_width) pixels; `fill_value` (0 to 255) pads the bottom and
+           the right, so that the last patches may be all padding
+    DROP   it has floor(H / num_height) x floor(W / num_width); the rest at the bottom and at the right is dropped
 
-    Patches share the image's memory where nothing is padded. A rank's patch is `patches[part.patch()]`.
+    Patches share the image's memory unless they are padded. A rank's patch is `patches[part.patch()]`.
 
-    Raises DataError for an argument of a wrong type or value; a call raises it for anything but such an
-    image, and for fewer pixels than slices along a dim.
+    Raises DataError for an argument of a wrong type or value; a call raises it for anything but such an image, and for
+    fewer pixels than slices along a dim.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SlicePatches:
                 )
 
     def _padded(self, image: Image, height: int, width: int) -> Image:
-        """`image` with the fill value at the bottom and at the right, up to `height` and `width`."""
+        """`image` padded with the fill value at the bottom and at the right, up to `height` and `width`."""
         if height <= image.shape[0] and width <= image.shape[1]:
             return image
         shape = (height, width, *image.shape[2:])

@@ -13,8 +13,8 @@ from partway.strategy.errors import DataError, shown
 
 
 def draws(name: str, seed: int, epoch: int, index: int | str, count: int) -> list[int]:
-    """`count` numbers from 0 to 2**64 - 1 that follow from the arguments alone; `name` keeps those of transforms with
-    one seed apart. NumPy promises that a SeedSequence gives the same numbers in every release."""
+    """`count` numbers from 0 to 2**64 - 1 that depend only on the arguments; `name` separates transforms with one seed.
+    NumPy promises that a SeedSequence gives the same numbers in every release."""
     key = index if is_int(index) else _number(str(index))
     words = (_number(name), seed, epoch, int(key))
     return [int(n) for n in np.random.SeedSequence(words).generate_state(count, np.uint64)]
@@ -39,12 +39,12 @@ def _check_sample(epoch: object, index: object) -> None:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A window of `size` pixels somewhere in a view.
+    """A window of `size` pixels at a random place in a view.
 
     size      height and width, or one int for both
     seed      the same on every rank
     padding   how far it may reach outside, in pixels: an int, (left and right, top and bottom), or (left, top, right,
-              bottom), as in MindSpore and torchvision. `View.read` says what fills it.
+              bottom), as in MindSpore and torchvision. `View.read` fills it.
 
     Raises DataError for wrong arguments; a call raises it for a view that is smaller than the window.
     """
@@ -89,7 +89,7 @@ class RandomCrop:
 class RandomFlip:
     """A view mirrored left to right with the probability `horizontal`, and top to bottom with `vertical`.
 
-    Raises DataError for a seed below 0, or a probability that is not from 0 to 1.
+    Raises DataError for a seed below 0, or a probability outside 0 to 1.
     """
 
     seed: int
@@ -103,7 +103,7 @@ class RandomFlip:
                 raise DataError(f"{name} is {shown(value)}; write a probability, from 0 to 1")
 
     def __call__(self, view: View, *, epoch: int, index: int | str) -> View:
-        """`view` as it is mirrored for a sample: `index` is its number in the data set, or its key."""
+        """`view`, mirrored or not for a sample: `index` is its number in the data set, or its key."""
         _check_sample(epoch, index)
         across, down = (number / 2**64 for number in draws("flip", self.seed, epoch, index, 2))
         return view.flip(horizontal=across < self.horizontal, vertical=down < self.vertical)

@@ -1,4 +1,4 @@
-"""Reading a window of an image, and little more of its file."""
+"""Read a window of an image, and little more of its file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WORTH_A_WARNING = 1 << 20  # pixels: a smaller image is read whole in no time
 class WindowReader:
     """An image whose windows can be read: a TIFF file, a Zarr array, or a NumPy array.
 
-    source   the path of a TIFF (classic or BigTIFF; in tiles, or in strips with a warning where they force reading much
+    source   the path of a TIFF (classic or BigTIFF; in tiles, or in strips with a warning if reading them reads much
              more than the window), that of a Zarr folder or zip file, or an array
     level    of a pyramidal TIFF, 0 the largest; windows are in pixels of the level
     path     of the array inside a Zarr group, such as "0"
-    axes     "YX", "YXS", "CYX" or "SYX", where the file does not say it: Zarr without dimension names, and arrays
+    axes     "YX", "YXS", "CYX" or "SYX", if the file does not say it: Zarr without dimension names, and arrays
 
-    It may be used by several threads, pickled, and forked: each process opens the file for itself and counts what it
-    reads itself. Raises DataError for what cannot be read, RuntimeStateError where tifffile or zarr is missing.
+    It may be used by several threads, pickled, and forked: each process opens the file for itself and counts its own
+    reads. Raises DataError for a source that cannot be read, RuntimeStateError if tifffile or zarr is missing.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WindowReader:
         if not is_int(level, 0):
             raise DataError(f"level is {shown(level)}; write an int of 0 or more")
         self._open = functools.partial(_open, source, level, path, axes)
-        self._sources: dict[int, Source] = {}  # by process: a file's position must not be shared with a fork
+        self._sources: dict[int, Source] = {}  # by process: a fork must not share a file's position
         self._counts: dict[int, Count] = {}
         self._warned = False
         opened = self._source
@@ -47,13 +47,13 @@ class WindowReader:
 
     @property
     def _source(self) -> Source:
-        """What this process reads from."""
+        """The source that this process reads from."""
         process = os.getpid()
         return self._sources.get(process) or self._sources.setdefault(process, self._open(self._count))
 
     @property
     def _count(self) -> Count:
-        """What this process has read."""
+        """The count of this process's reads."""
         return self._counts.setdefault(os.getpid(), Count())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class WindowReader:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of pixels this process has read: of a file as they are stored, compressed."""
+        """The bytes of pixels that this process has read: of a file as they are stored, compressed."""
         return self._count.bytes
 
     @property
     def tiles_read(self) -> int:
-        """How many tiles, strips or chunks this process has read; of an array 0."""
+        """The number of tiles, strips or chunks that this process has read; 0 for an array."""
         return self._count.tiles
 
     def close(self) -> None:
@@ -91,9 +91,9 @@ class WindowReader:
         """The pixels of `window` (y0, y1, x0, x1), in the order of `axes`.
 
         halo         how many more pixels on each side; a pair is for top and bottom, and for left and right
-        mode         what is outside the image: "constant" (`fill_value`), "reflect", "replicate" or "circular"
+        mode         fills the space outside the image: "constant" (`fill_value`), "reflect", "replicate" or "circular"
 
-        Raises DataError for a wrong argument, or a file that is damaged.
+        Raises DataError for a wrong argument, or a damaged file.
         """
         grown, fill_mode = as_window(window).grown(halo), as_mode(mode)
         check_fill(fill_value, self.dtype)
@@ -120,8 +120,8 @@ class WindowReader:
         return bands[0] if len(bands) == 1 else np.concatenate(bands, axis=y)
 
     def _warn_of_waste(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-        """Warn, once, about a large image whose tiles reach from one side to the other, so that reading these rows and
-        columns reads at least twice as much."""
+        """Warn, once, about a large image with tiles from one side to the other, so that reading these rows and columns
+        reads at least twice as much."""
         (height, width), (tall, wide) = self.size, self.tile
         touched_y, touched_x = _touched(rows, height, tall), _touched(columns, width, wide)
         across = (tall >= height and 2 * rows.size <= height) or (wide >= width and 2 * columns.size <= width)
@@ -143,7 +143,7 @@ class WindowReader:
 
 
 def _open(source: Any, level: int, path: str, axes: str | None, count: Count) -> Source:
-    """The Source that `source` is."""
+    """Open `source` as a Source."""
     if isinstance(source, np.ndarray):
         _unused(f"an array of shape {list(source.shape)}", level=level, path=path)
         return ArraySource(source, axes, count)
@@ -166,7 +166,7 @@ def _open(source: Any, level: int, path: str, axes: str | None, count: Count) ->
 
 
 def _unused(name: str, **arguments: Any) -> None:
-    """Raise DataError for an argument that such a source does not take."""
+    """Raise DataError for an argument that this kind of source does not take."""
     places = {
         "level": "level is for pyramidal TIFF files; name the array of a Zarr level with path=",
         "path": "path is for arrays inside a Zarr group",
@@ -178,13 +178,13 @@ def _unused(name: str, **arguments: Any) -> None:
 
 
 def _stretches(indices: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where the runs of successive numbers in the ascending `indices` begin and end."""
+    """The begin and the end of each run of successive numbers in the ascending `indices`."""
     runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def _touched(indices: NDArray[np.int64], size: int, tile: int) -> int:
-    """How many of `size` rows lie in the tiles of `tile` rows that `indices` touch."""
+    """The number of rows, of `size`, in the tiles of `tile` rows that `indices` touch."""
     firsts = np.unique(indices // tile) * tile
     return int(np.sum(np.minimum(firsts + tile, size) - firsts))
 
@@ -192,10 +192,10 @@ def _touched(indices: NDArray[np.int64], size: int, tile: int) -> int:
 def _arranged(
     pixels: NDArray[Any], dim: int, wanted: NDArray[np.int64], present: NDArray[np.int64], fill_value: float
 ) -> NDArray[Any]:
-    """`pixels`, which along `dim` are those of the indices `present`, arranged as `wanted`; -1 is the fill value."""
+    """`pixels`, with the indices `present` along `dim`, arranged as `wanted`; -1 is the fill value."""
     if np.array_equal(wanted, present):
         return pixels
-    # the first place for those outside; they are overwritten
+    # index 0 for those outside; they are overwritten
     arranged: NDArray[Any] = np.take(pixels, np.searchsorted(present, np.maximum(wanted, present[0])), axis=dim)
     arranged[(slice(None),) * dim + (wanted < 0,)] = fill_value
     return arranged

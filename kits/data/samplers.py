@@ -1,4 +1,4 @@
-"""Which samples a rank reads: those of its data-parallel group."""
+"""The samples that a rank reads: those of its data-parallel group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def distributed_sampler(
 
 
 def group_of(part: Part, dim: int) -> tuple[int, int]:
-    """The data-parallel group of the rank that holds `part`, and how many there are. Raises DataError."""
+    """The data-parallel group of the rank that holds `part`, and the number of groups. Raises DataError."""
     if not isinstance(part, Part):
         raise DataError(f"the part is {shown(part)}; write part_of(strategy), with the strategy of the input")
     return part.along(dim)

@@ -1,4 +1,4 @@
-"""Where pixels come from: what a reader asks of a file, and arrays in memory as the simplest of them."""
+"""Sources of pixels: the interface of files for a reader, and arrays in memory as the simplest source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AXES = ("YX", "YXS", "CYX", "SYX")
 
 
 class Source(Protocol):
-    """An open image whose blocks can be read. `axes` are one of `AXES`, `tile` is the height and width of what is
-    read at once, and `advice` says how to write the file in tiles."""
+    """An open image whose blocks can be read. `axes` are one of `AXES`, `tile` is the height and width of a single
+    read, and `advice` says how to write the file in tiles."""
 
     name: str
     axes: str
@@ -35,21 +35,21 @@ class Source(Protocol):
 
 
 class Count:
-    """How much was read so far, by all threads of a process."""
+    """The amount that was read so far, by all threads of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.bytes = self.tiles = 0
 
     def add(self, size: int, tiles: int = 0) -> None:
-        """`size` bytes were read, and `tiles`."""
+        """Add `size` bytes and `tiles`."""
         with self._lock:
             self.bytes += size
             self.tiles += tiles
 
 
 class ArraySource:
-    """An array in memory, or mapped into it. What is copied of it counts as read; it has no tiles."""
+    """An array in memory, or mapped into it. Copied pixels count as read; it has no tiles."""
 
     def __init__(self, array: NDArray[Any], axes: str | None, count: Count) -> None:
         self.name, self.advice = f"an array of shape {list(array.shape)}", ""
@@ -64,7 +64,7 @@ class ArraySource:
         return pixels
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 def axes_for(name: str, shape: tuple[int, ...], axes: str | None) -> str:
@@ -80,12 +80,12 @@ def axes_for(name: str, shape: tuple[int, ...], axes: str | None) -> str:
 
 
 def index_of(axes: str, block: Window) -> tuple[slice, ...]:
-    """What indexes an array of `axes` for the pixels of `block`."""
+    """The index of the pixels of `block` in an array of `axes`."""
     cuts = {"Y": slice(block.y0, block.y1), "X": slice(block.x0, block.x1)}
     return tuple(cuts.get(axis, slice(None)) for axis in axes)
 
 
 def block_shape(axes: str, shape: tuple[int, ...], block: Window) -> tuple[int, ...]:
-    """The shape that `block` has of an image of `axes` and `shape`."""
+    """The shape of `block` in an image of `axes` and `shape`."""
     sizes = {"Y": block.height, "X": block.width}
     return tuple(sizes.get(axis, size) for axis, size in zip(axes, shape, strict=True))

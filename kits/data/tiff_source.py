@@ -16,12 +16,12 @@ from partway.data.window import Window
 from partway.strategy.basics.extras import install_extra
 from partway.strategy.errors import DataError
 
-_JPEG = (6, 7, 34892, 33007)  # compressions whose tiles share tables, which the page holds
+_JPEG = (6, 7, 34892, 33007)  # compressions whose tiles share tables, kept in the page
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """A plane of pixels: its page, and how many segments of the page come before its own."""
+    """A plane of pixels: its page, and the number of the page's segments before its own."""
 
     page: Any
     first: int
@@ -88,7 +88,7 @@ class TiffSource:
         return pixels
 
     def _place(self, target: NDArray[Any], plane: _Plane, row: int, column: int, block: Window) -> None:
-        """Write what `block` has of one tile into `target`, the block's pixels of that plane."""
+        """Write the pixels of one tile that lie in `block` into `target`, the block's pixels of that plane."""
         y, x = row * self.tile[0], column * self.tile[1]
         at_y, at_x = max(y, block.y0), max(x, block.x0)
         to_y, to_x = min(y + self.tile[0], block.y1), min(x + self.tile[1], block.x1)
@@ -107,7 +107,7 @@ class TiffSource:
         data = None
         if size:
             file = page.parent.filehandle
-            with self._lock:  # the position in the file belongs to all threads
+            with self._lock:  # all threads share the position in the file
                 file.seek(page.dataoffsets[index])
                 data = file.read(size)
         self._count.add(size, 1)
@@ -126,7 +126,7 @@ class TiffSource:
 
 
 def _decoding(page: Any) -> dict[str, Any]:
-    """What decoding a tile of `page` needs besides the tile."""
+    """The arguments for decoding a tile of `page`, besides the tile."""
     if page.keyframe.compression not in _JPEG:
         return {}
     return {"jpegtables": page.jpegtables, "jpegheader": page.keyframe.jpegheader}

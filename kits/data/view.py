@@ -1,4 +1,4 @@
-"""What is seen of an image: a window of it, perhaps mirrored. What is cut from a view is a view again."""
+"""A view of an image: a window of it, perhaps mirrored. A crop of a view is a view again."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class View:
         return self.window.height, self.window.width
 
     def crop(self, window: Window | tuple[int, int, int, int]) -> View:
-        """The part of it that is `window`, counted from its own upper left corner. It may reach outside, over more of
-        the image, and beyond the image, where `read` fills it."""
+        """The part of the view at `window`, counted from its own upper left corner. It may reach outside of the view,
+        and beyond the image, where `read` fills it."""
         y0, y1, x0, x1 = as_window(window)
         mine = self.window
         rows = (mine.y1 - y1, mine.y1 - y0) if self.upside_down else (mine.y0 + y0, mine.y0 + y1)
@@ -57,7 +57,7 @@ class View:
         return View(self.window, self.upside_down != vertical, self.mirrored != horizontal)
 
     def part(self, part: Part, dims: tuple[int, int] = IMAGE_DIMS) -> View:
-        """What a rank holds of it; height and width are `dims` of the tensor. Raises DataError for uneven parts."""
+        """A rank's part of the view; height and width are `dims` of the tensor. Raises DataError for uneven parts."""
         return self.crop(part.window(*self.size, dims))
 
     def read(
@@ -68,7 +68,7 @@ class View:
         mode: str = FillMode.CONSTANT,
         fill_value: float = 0,
     ) -> NDArray[Any]:
-        """Its pixels. The arguments, and what is raised, are those of `WindowReader.read`."""
+        """The pixels of the view. The arguments and the errors are those of `WindowReader.read`."""
         if not isinstance(image, WindowReader):
             raise DataError(f"a view is read from a WindowReader, not a {type(image).__name__}; write WindowReader(it)")
         pixels = image.read(self.window, halo=halo, mode=mode, fill_value=fill_value)

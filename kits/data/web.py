@@ -26,24 +26,24 @@ def web_dataset(
     allow: Sequence[str] = (),
 ) -> GroupedWebDataset:
     """The samples of the tar files `urls` (a list, or a str with braces) for the rank that holds `part`: a WebDataset
-    pipeline, to go on with as in `.shuffle(1000).decode("rgb").to_tuple("png", "cls").with_epoch(10000)`.
+    pipeline, to continue as in `.shuffle(1000).decode("rgb").to_tuple("png", "cls").with_epoch(10000)`.
 
     resampled        True: shards are drawn without end, with repetition; set `with_epoch`. False: each is read once, by
                      one worker of one data-parallel group
-    shuffle_shards   another order in every epoch; False: that of `urls`, and then not with `resampled`
+    shuffle_shards   True: another order in every epoch; False: that of `urls`, and then not with `resampled`
     dim              the input's dim that is the batch
-    allow            schemes of URLs that are opened by a command, such as ("pipe",); files and http(s) always may be
+    allow            schemes of URLs that are opened by a command, such as ("pipe",); files and http(s) always are
 
-    Nothing that is in a shard is run: `decode` takes images, texts, numbers, JSON and arrays, and refuses pickles.
+    No content of a shard is run as code: `decode` takes images, texts, numbers, JSON and arrays, and refuses pickles.
 
     Shards go to data-parallel groups and then to a loader's workers, so ranks that share an image read the same samples
-    in the same order, if their loaders have the same number of workers. All draws, those of `.shuffle` too, follow from
-    `seed`, the epoch (`set_epoch`), the group and the worker. `with_epoch(n)` is n items for the group, however many
-    workers there are. Without it, groups whose shards hold fewer samples end earlier, and the others would wait for
+    in the same order, if their loaders have the same number of workers. All draws, also those of `.shuffle`, depend
+    only on `seed`, the epoch (`set_epoch`), the group and the worker. `with_epoch(n)` is n items for the group, for any
+    number of workers. Without it, groups whose shards hold fewer samples end earlier, and the others would wait for
     them.
 
     Raises DataError for no shards, fewer than groups (or, once it is iterated, than groups times workers) unless
-    `resampled`, or wrong arguments; RuntimeStateError where webdataset is missing.
+    `resampled`, or wrong arguments; RuntimeStateError if webdataset is missing.
     """
     group, groups = group_of(part, dim)
     check_seed(seed)

@@ -1,7 +1,7 @@
-"""Decoding the members of WebDataset shards without running any of them.
+"""Decode the members of WebDataset shards without running code in them.
 
-WebDataset's own default decoder unpickles members by their extension, so that whoever wrote a shard runs code where it
-is read. This one knows its decoders by name, refuses what would be unpickled, and says where that is.
+WebDataset's own default decoder unpickles members by their extension, so the author of a shard can run code on the
+reader's machine. This one has a list of decoders by name, refuses pickles, and names the shard and member.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partway.strategy.errors import DataError
 
 Handler = Callable[[str, bytes], Any]
 
-# What webdataset decodes without running anything, and what it would unpickle.
+# The extensions that webdataset decodes without running anything, and those that it would unpickle.
 _PLAIN = (
     "txt", "text", "transcript", "cls", "cls2", "index", "inx", "id", "json", "jsn", "ten", "tb", "mp", "msg", "cbor",
 )  # fmt: skip
@@ -27,7 +27,7 @@ _POSTSCRIPT = (b"%!PS", b"\xc5\xd0\xd3\xc6")
 
 class Decoder(wds.autodecode.Decoder):  # type: ignore[misc]
     """WebDataset's decoder; `handlers` are names of image formats such as "rgb", or functions of a member's extension
-    and its bytes, that return None for what they leave to others."""
+    and its bytes that return None for members of other kinds."""
 
     def __init__(self, handlers: Iterable[str | Handler], post: list[Handler] | None, **options: Any) -> None:
         decoders = [_Images(handler) if isinstance(handler, str) else handler for handler in handlers]
@@ -39,7 +39,7 @@ class Decoder(wds.autodecode.Decoder):  # type: ignore[misc]
             raise DataError(f"decode is given wrong arguments: {error}") from error
 
     def decode(self, sample: Any) -> Any:
-        """The sample with its members decoded. Raises DataError, which names the shard, sample and member."""
+        """Decode the members of a sample. Raises DataError, with the shard, sample and member."""
         try:
             return super().decode(sample)
         except wds.autodecode.DecodingError as error:
@@ -48,7 +48,7 @@ class Decoder(wds.autodecode.Decoder):  # type: ignore[misc]
 
 
 def plain(key: str, data: bytes) -> Any:
-    """A member decoded by its extension, without running any of it; None for one that is not known."""
+    """Decode a member by its extension, without running any of it; None for an unknown one."""
     extension = key.rpartition(".")[2].lower()
     if extension in _PICKLES:
         raise DataError(
@@ -64,7 +64,8 @@ def plain(key: str, data: bytes) -> Any:
 
 
 class _Images:
-    """WebDataset's decoder of images, without PostScript, which is a program that Pillow has Ghostscript run."""
+    """WebDataset's decoder of images, without PostScript, a programming language for which Pillow starts
+    Ghostscript."""
 
     def __init__(self, name: str) -> None:
         if name not in wds.autodecode.imagespecs:
@@ -79,7 +80,7 @@ class _Images:
 
 
 def unreadable(error: Exception) -> NoReturn:
-    """What webdataset does with a shard that is not a tar file, or damaged: it raises DataError."""
+    """Raise DataError for a shard that is damaged or not a tar file; WebDataset calls it."""
     if isinstance(error, DataError):
         raise error
     raise DataError(f"a shard cannot be read: {' '.join(map(str, error.args)) or repr(error)}") from error

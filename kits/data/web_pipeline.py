@@ -1,4 +1,4 @@
-"""A WebDataset pipeline whose draws are the same on all ranks of a data-parallel group.
+"""A WebDataset pipeline with the same draws on all ranks of a data-parallel group.
 
 WebDataset itself splits shards by rank or not at all, seeds `shuffle` and `resampled` by the clock and the process, and
 counts `with_epoch` in every worker. Ranks that share an image would read different ones, and an epoch would be longer
@@ -29,7 +29,7 @@ from partway.strategy.errors import DataError, shown
 
 @dataclass(frozen=True)
 class ShardPass:
-    """One pass of one loader worker over the shards: all that its draws follow from."""
+    """One pass of one loader worker over the shards: everything on which its draws depend."""
 
     seed: int
     epoch: int
@@ -39,7 +39,7 @@ class ShardPass:
     workers: int = 1
 
     def generator(self, name: str, *, shared: bool = False) -> random.Random:
-        """Random numbers for `name`: other ones for each group and worker, unless they are `shared`."""
+        """A random generator for `name`: a different one for each group and worker, unless it is `shared`."""
         place = name if shared else f"{name} {self.group} {self.worker}"
         return random.Random(draws(place, self.seed, self.epoch, self.number, 1)[0])
 
@@ -48,8 +48,7 @@ Drawing = Callable[[Iterable[Any], ShardPass], Iterator[Any]]
 
 
 class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: ignore[misc]
-    """What `web_dataset` returns: WebDataset's pipeline, with its methods. `set_epoch` sets the epoch that comes
-    next."""
+    """The pipeline that `web_dataset` returns, with WebDataset's methods. `set_epoch` sets the next epoch."""
 
     def __init__(
         self, urls: Sequence[str], group: int, groups: int, seed: int, resampled: bool, shuffle_shards: bool
@@ -64,21 +63,21 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         self._check_shards(1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of `epoch`, in workers that a loader keeps too. Raises DataError unless it is an int of
+        """Set the epoch of the next pass, also in workers that a loader keeps. Raises DataError unless it is an int of
         0 or more."""
         self._epoch.set(epoch)
 
     def shuffle(self, size: int, initial: int = 100) -> GroupedWebDataset:
-        """Shuffle in a buffer of `size` samples, which begins with `initial`. Raises DataError unless both are ints of
-        0 (no shuffling) or more."""
+        """Shuffle in a buffer of `size` samples, starting with `initial`. Raises DataError unless both are ints of 0
+        (no shuffling) or more."""
         for name, value in (("size", size), ("initial", initial)):
             if not is_int(value, 0):
                 raise DataError(f"{name} is {shown(value)}; write how many samples, an int of 0 or more")
         return self._with(pipeline=[*self.pipeline, _Shuffle(size, min(initial, size))]) if size else self
 
     def with_epoch(self, items: int) -> GroupedWebDataset:
-        """With epochs of `items` items (samples, or batches after `batched`) for the group: each of a loader's workers
-        gives its share. Shards are read again as often as needed. Raises DataError."""
+        """Set epochs of `items` items (samples, or batches after `batched`) for the group: each of a loader's workers
+        yields its share. Shards are read again as often as needed. Raises DataError."""
         if not is_int(items, 1):
             raise DataError(
                 f"with_epoch is given {shown(items)}; write how many items an epoch has, an int of 1 or more"
@@ -86,7 +85,7 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         return self._with(_items=items)
 
     def with_length(self, items: int) -> GroupedWebDataset:
-        """With a `len` of `items`, for code that asks for it; the epoch stays the same. Raises DataError."""
+        """Set a `len` of `items`, for code that asks for it; the epoch stays the same. Raises DataError."""
         if not is_int(items, 0):
             raise DataError(f"with_length is given {shown(items)}; write how many items, an int of 0 or more")
         sized = self._with(_length=items)
@@ -98,27 +97,27 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         only: str | Iterable[str] | None = None, partial: bool = False,
         handler: Callable[[Exception], bool] | None = None,
     ) -> GroupedWebDataset:  # fmt: skip
-        """With members decoded: images as "rgb" and the like ask for; texts, numbers, JSON and arrays by their
-        extension; others by your own functions, which take an extension and bytes, and come first. As WebDataset's, but
-        nothing in a shard is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError."""
+        """Decode members: images by names like "rgb"; texts, numbers, JSON and arrays by their extension; others by
+        your own functions, which take an extension and bytes, and come first. Like WebDataset's, but nothing in a shard
+        is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError."""
         decoder = Decoder(handlers, post, pre=pre, only=only, partial=partial)
         decoded: Any = self.map(decoder, **({} if handler is None else {"handler": handler}))  # of the class of self
         return cast("GroupedWebDataset", decoded)
 
     def xdecode(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
-        """Always raises DataError: it unpickles what is in shards."""
+        """Raise DataError: it would unpickle content of shards."""
         raise DataError("xdecode unpickles data of shards, which can run code; write decode(...)")
 
     def lmdb_cached(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
-        """Always raises DataError: it unpickles what is in its file."""
+        """Raise DataError: it would unpickle content of its file."""
         raise DataError("lmdb_cached unpickles its file, which can run code; write mcached()")
 
     def repeat(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
-        """Always raises DataError: `with_epoch` repeats."""
+        """Raise DataError: `with_epoch` repeats."""
         raise DataError("repeat would end when a group's shards do; write with_epoch(items), which repeats them")
 
     def rsample(self, p: float = 0.5) -> GroupedWebDataset:
-        """Always raises DataError: WebDataset's draws would differ on ranks that share an image."""
+        """Raise DataError: WebDataset's draws would differ on ranks that share an image."""
         raise DataError(
             "rsample draws from a generator that differs from rank to rank; write select(predicate), with a predicate "
             "of the sample's key"
@@ -150,7 +149,7 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
                 raise DataError(f"there are no samples in the shards of worker {first.worker}, such as {self._urls[0]}")
 
     def _one(self, one_pass: ShardPass) -> Iterator[Any]:
-        """One pass; it has no end if shards are drawn."""
+        """One pass; it never ends if shards are drawn."""
         stream: Any = ({"url": url} for url in self._shards(one_pass))
         for stage in self.pipeline:
             stream = stage(stream, one_pass) if isinstance(stage, _Shuffle) else self.invoke(stage, stream)
@@ -177,7 +176,7 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
 
 
 class _Sized(GroupedWebDataset):
-    """With a length: to PyTorch, a data set with `__len__` is one whose length is known."""
+    """A pipeline with a length: PyTorch takes any data set with `__len__` for one of known length."""
 
     def __len__(self) -> int:
         return self._length
@@ -205,7 +204,7 @@ class _Shuffle:
 
 
 def _taken(held: list[Any], generator: random.Random) -> Any:
-    """One of `held`, removed from it."""
+    """Remove and return one of `held`."""
     i = generator.randrange(len(held))
     held[i], held[-1] = held[-1], held[i]
     return held.pop()
@@ -222,7 +221,7 @@ def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {**shard, "stream": stream}
 
 
-_READ = ("", "file", "http", "https")  # opened by the address alone, directly or with curl
+_READ = ("", "file", "http", "https")  # opened directly or with curl
 
 
 def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
@@ -242,7 +241,7 @@ def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
 
 
 def expanded(urls: str | Sequence[str]) -> list[str]:
-    """The list of shards that `urls` stands for. Raises DataError if there is none, or it is empty."""
+    """The list of shards in `urls`, with braces expanded. Raises DataError if it is missing or empty."""
     try:
         shards = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
     except (ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""A rectangle of an image in global pixels, and what fills it where it reaches outside the image."""
+"""A rectangle of an image in global pixels, and the fill outside the image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partway.strategy.errors import DataError, shown
 
 
 class FillMode(Choice):
-    """What fills the space outside an image; the names are those of torch.nn.functional.pad.
+    """The fill of the space outside an image; the names are those of torch.nn.functional.pad.
 
     constant    the fill value
     reflect     the image mirrored at its outermost pixels, which are not repeated
@@ -39,12 +39,12 @@ class Window(NamedTuple):
 
     @property
     def height(self) -> int:
-        """How many rows it has."""
+        """The number of its rows."""
         return self.y1 - self.y0
 
     @property
     def width(self) -> int:
-        """How many columns it has."""
+        """The number of its columns."""
         return self.x1 - self.x0
 
     def grown(self, halo: int | tuple[int, int]) -> Window:
@@ -62,7 +62,7 @@ def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
 
 
 def pair(name: str, value: Any, *, least: int) -> tuple[int, int]:
-    """`value` for height and width: itself twice, or a pair. Raises DataError, naming it, for anything else."""
+    """A pair for height and width: `value` twice, or a pair itself. Raises DataError, naming it, for anything else."""
     both = value if isinstance(value, tuple | list) else (value, value)
     if len(both) != 2 or not all(is_int(one, least) for one in both):
         raise DataError(
@@ -73,7 +73,7 @@ def pair(name: str, value: Any, *, least: int) -> tuple[int, int]:
 
 
 def as_window(window: object) -> Window:
-    """The Window that `window` is. Raises DataError unless it is four ints with y0 < y1 and x0 < x1."""
+    """Convert `window` to a Window. Raises DataError unless it is four ints with y0 < y1 and x0 < x1."""
     if not isinstance(window, tuple | list) or len(window) != 4 or not all(map(is_int, window)):
         raise DataError(
             f"the window is {shown(window)}; write four ints (y0, y1, x0, x1), in pixels of the whole image"
@@ -85,7 +85,7 @@ def as_window(window: object) -> Window:
 
 
 def as_mode(mode: object) -> FillMode:
-    """The FillMode that `mode` names. Raises DataError, listing them."""
+    """Convert `mode` to a FillMode. Raises DataError, with the list of modes."""
     if not isinstance(mode, str) or mode not in list(FillMode):
         raise DataError(f"mode is {shown(mode)}; write one of {', '.join(map(repr, FillMode))}")
     return FillMode(mode)

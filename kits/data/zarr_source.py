@@ -20,7 +20,7 @@ _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
 class _Counting(WrapperStore[LocalStore | ZipStore]):
-    """A store that counts the bytes of chunks that are read from it."""
+    """A store that counts the bytes of the chunks it reads."""
 
     def __init__(self, store: LocalStore | ZipStore, count: Count) -> None:
         super().__init__(store)
@@ -36,7 +36,7 @@ class _Counting(WrapperStore[LocalStore | ZipStore]):
 class ZarrSource:
     """The array at `path` inside the store at `root`.
 
-    Raises DataError where there is none, or its dims are not those of an image.
+    Raises DataError if there is none, or its dims are not those of an image.
     """
 
     def __init__(self, root: str, path: str, axes: str | None, count: Count) -> None:

@@ -1,1 +1,1 @@
-"""`partway doctor`: what stands in the way of a job, and what each host reaches."""
+"""`partway doctor`: finds the obstacles to a job, and which hosts reach each other."""

@@ -1,8 +1,8 @@
-"""What is wrong on this machine, and what to do: the lines of `partway doctor` below its facts.
+"""The problems of this machine, with their fixes: the lines of `partway doctor` below its facts.
 
-Each function looks at one thing and yields what it finds; `findings` asks all of them. What an option or a variable of
-the environment may be is said where it is read: that code is asked, and its message is the finding. None of them
-starts a process or talks to another one.
+Each function checks one topic and yields its findings; `findings` calls all of them. The code that reads an option or
+an environment variable knows its valid values: that code is called, and its message is the finding. None of them starts
+a process or talks to another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from partway.strategy.basics.suggest import did_you_mean
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
 from partway.versions import installed_torch, warn_if_untested
 
-# docs/options.md says what each is; a test compares the two
+# docs/options.md describes each; a test compares the two
 VARIABLES = (
     "PARTWAY_CACHE", "PARTWAY_CACHE_DIR", "PARTWAY_CACHE_MB", "PARTWAY_JOB_SECRET", "PARTWAY_JOB_SECRET_FILE",
     "PARTWAY_LOG", "PARTWAY_PS_FOLDER", "PARTWAY_PS_LOCAL_SERVERS", "PARTWAY_PS_RAY", "PARTWAY_READY_FILE",
@@ -42,14 +42,14 @@ VARIABLES = (
 )  # fmt: skip
 SWITCHES = {"PARTWAY_CACHE": "0 for no cache", "PARTWAY_VERIFY": "1 to check every pass and tensor"}
 EXTRAS = ("data", "demo", "k8s", "ps", "ray", "serve", "ssl")
-SHARED = 256e6  # bytes of /dev/shm, of which Docker gives 64 MB
-_DEVICES = Path("/proc/driver/nvidia/gpus")  # a folder for each, whatever torch is built with
+SHARED = 256e6  # bytes of /dev/shm; Docker gives 64 MB
+_DEVICES = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU, whatever torch is built with
 _REQUIRED = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*>=\s*([\d.]+).*extra\s*==\s*['\"]([\w-]+)['\"]")
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """One line, "what: what to do". `wrong`: something fails for it; else it is advice."""
+    """One line, "problem: fix". `wrong`: something fails because of it; else it is advice."""
 
     text: str
     wrong: bool = True
@@ -59,7 +59,7 @@ class DoctorFinding:
 
 
 def findings(processes: int = 1, profile: str | None = None) -> list[DoctorFinding]:
-    """All that is found, for one of `processes` on this machine; `profile`: a device profile to look at, too."""
+    """All findings, for one of `processes` on this machine; `profile`: a device profile to check, too."""
     parts = (
         of_torch(),
         of_variables(os.environ),
@@ -112,7 +112,7 @@ def has_backend(name: str) -> bool:
 
 
 def of_variables(environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """Variables of Partway that it does not know, and values that mean nothing."""
+    """Unknown variables that begin like Partway's, and invalid values."""
     for name in sorted(environment):
         if name.startswith("PARTWAY_") and name not in VARIABLES:
             meant = did_you_mean(name, VARIABLES, "docs/options.md has those that there are", most=1)
@@ -126,7 +126,7 @@ def of_variables(environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
 
 
 def of_cache() -> Iterator[DoctorFinding]:
-    """The folder of plans: whether it can be used, and is on a disk with room."""
+    """The folder of plans: whether it is usable, on a disk with room."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         folder = cache_folder("")
@@ -145,14 +145,14 @@ def of_cache() -> Iterator[DoctorFinding]:
 
 
 def of_gpus(processes: int) -> Iterator[DoctorFinding]:
-    """GPUs against processes of this host."""
+    """The number of GPUs, compared with the processes of this host."""
     there = has_backend("nccl") and torch.cuda.is_available() and torch.cuda.device_count()
     if there and (problem := _problem(lambda: check_enough(processes))):
         yield DoctorFinding(problem)
 
 
 def of_threads(processes: int, environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """Threads against cores."""
+    """The number of threads, compared with the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     if processes > 1 and "OMP_NUM_THREADS" not in environment and threads * processes > cores:
@@ -197,7 +197,7 @@ def of_host() -> Iterator[DoctorFinding]:
 
 
 def of_extras() -> Iterator[DoctorFinding]:
-    """Libraries of the optional extras that are there and too old."""
+    """Installed libraries of the optional extras that are too old."""
     for line in requires("partway") or ():
         found = _REQUIRED.match(line)
         if found is None or found[3] not in EXTRAS:
@@ -217,13 +217,13 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def of_profile(profile: str | None) -> Iterator[DoctorFinding]:
-    """A device profile that is named."""
+    """The device profile, if one is named."""
     if profile is not None and (problem := _problem(lambda: profile_of(profile))):
         yield DoctorFinding(problem)
 
 
 def _problem(read: Callable[[], Any]) -> str:
-    """What `read` says is wrong; "" if it reads."""
+    """The error of `read`; "" if it succeeds."""
     try:
         read()
     except PartwayError as error:

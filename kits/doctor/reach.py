@@ -1,11 +1,11 @@
-"""Do the ranks reach each other? What `partway doctor` finds out under a launcher.
+"""Check that the ranks reach each other, for `partway doctor` under a launcher.
 
-    come      each rank goes where the launcher has them meet, and leaves its card there
+    come      each rank goes to the launcher's meeting place, and leaves its card there
     connect   each rank connects to every other at the address where that one's gloo listens, by a socket of its own:
-              gloo itself does not say which pair failed, and may wait for longer than it is told
-    talk      where all connect: messages of known values, through the process group that `init` would make
+              gloo itself does not say which pair failed, and may exceed its timeout
+    talk      if all connect: messages of known values, through the process group that `init` would make
 
-Each step waits as long as it is told. Who does not come is named, and so is each pair that does not connect.
+Each step has a time limit. Ranks that do not come are named, and so is each pair that does not connect.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from partway.strategy import RuntimeStateError
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT = 5.0  # seconds in which a rank answers another
 _LOOK = 0.05  # seconds between two looks
-_ROUNDS = 8  # questions for the time, of which the quickest counts
-_APART = 5.0  # seconds that clocks may differ by
+_ROUNDS = 8  # questions for the time; the quickest counts
+_APART = 5.0  # seconds by which clocks may differ
 _LISTED = 12  # problems of a kind that are listed
 
 
@@ -44,10 +44,10 @@ _LISTED = 12  # problems of a kind that are listed
 class RankCard:
     """What a rank says of itself.
 
-    place              tells apart hosts of one name
-    address, port      where it listens now, at the address where its gloo would; interface: of that address
-    towards, by        its address on the way to where the ranks meet, and the interface of that
-    token              what it answers to, so that nobody else is taken for it
+    place              tells apart hosts of the same name
+    address, port      where it listens, at the address of its gloo; interface: of that address
+    towards, by        its address on the way to the meeting place, and the interface of that
+    token              the word that it answers to, so that no other program is mistaken for it
     asked              GLOO_SOCKET_IFNAME of its environment; ""
     wrong              why it does not listen; ""
     """
@@ -72,8 +72,8 @@ class RankCard:
 
 @dataclass(frozen=True)
 class ReachReport:
-    """What a rank found: why it did not reach others, by rank; how far rank 0's clock is ahead of its own, and how
-    exactly that is known, in seconds; what went wrong with messages."""
+    """The findings of a rank: why it did not reach others, by rank; how far rank 0's clock is ahead of its own, and the
+    accuracy of that, in seconds; the fault of messages."""
 
     unreached: Mapping[int, str]
     ahead: float = 0.0
@@ -83,7 +83,7 @@ class ReachReport:
 
 @dataclass(frozen=True)
 class ReachProblem:
-    """What is wrong, and the rank that says so."""
+    """A problem, and the rank that reports it."""
 
     rank: int
     text: str
@@ -91,7 +91,7 @@ class ReachProblem:
 
 @dataclass(frozen=True)
 class Met:
-    """Where the ranks meet: a store, and what the launcher says, with the rank and the local rank."""
+    """The meeting place of the ranks: a store, and the launcher's facts, with the rank and the local rank."""
 
     store: Any
     launch: Launch
@@ -99,7 +99,7 @@ class Met:
 
 @dataclass(frozen=True)
 class Health:
-    """What was found out, by rank, and what is wrong."""
+    """The findings of all ranks, by rank, and the problems."""
 
     cards: Mapping[int, RankCard]
     reports: Mapping[int, ReachReport]
@@ -107,7 +107,7 @@ class Health:
 
     @property
     def well(self) -> str:
-        """What is said where nothing is wrong."""
+        """The message if there is no problem."""
         hosts = len({card.place for card in self.cards.values()})
         return f"{len(self.cards)} ranks on {hosts} host{'s' * (hosts > 1)} reach each other"
 
@@ -125,8 +125,8 @@ class Health:
 
 
 def join(found: Launch, limit: float) -> Met:
-    """Go where the launcher has the ranks meet. Raises RuntimeStateError if there is no way to it within `limit`
-    seconds; the scheduler's own process ends here."""
+    """Go to the launcher's meeting place. Raises RuntimeStateError if there is no way to it within `limit` seconds; the
+    scheduler's own process ends here."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
     _wait_for(found, agent, limit)
     patience = timedelta(seconds=limit)
@@ -138,13 +138,13 @@ def join(found: Launch, limit: float) -> Met:
         store = dist.TCPStore(found.host, found.port, timeout=patience)  # type: ignore[attr-defined]
     else:
         store = process.meet(found, patience)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps what the last one said
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the values of the last attempt
     return Met(dist.PrefixStore(f"partway/doctor/{attempt}", store), found)  # type: ignore[attr-defined]
 
 
 def _wait_for(found: Launch, agent: bool, limit: float) -> None:
-    """Wait until something listens where the ranks meet, unless this process will; a store's own errors are long, and
-    come late."""
+    """Wait until a process listens at the meeting place, unless this one will; a store's own errors are long, and come
+    late."""
     if (found.rank == 0 and not agent) or os.environ.get("MS_ROLE") == "MS_SCHED":
         return
     keeper = "the scheduler" if found.launcher == SCHEDULER else "torchrun" if agent else "rank 0"
@@ -164,10 +164,11 @@ def _wait_for(found: Launch, agent: bool, limit: float) -> None:
 
 
 def check(met: Met, limit: float, versions: str | None = None) -> Health:
-    """Whether the ranks reach each other; every rank calls it. `versions`: what this one runs (default: what it does).
+    """Check whether the ranks reach each other; every rank calls it. `versions`: those of this rank (default: the real
+    ones).
 
-    Where a rank is missing after `limit` seconds, nothing else is found out. Raises RuntimeStateError if what keeps the
-    ranks' words has ended.
+    If a rank is missing after `limit` seconds, nothing else is checked. Raises RuntimeStateError if the keeper of the
+    ranks' messages has ended.
     """
     assert met.launch.rank is not None
     door, card = _opened(met.launch.rank, met.launch, versions or scheduler.versions())
@@ -202,7 +203,7 @@ def _found_out(met: Met, card: RankCard, limit: float) -> Health:
 
 
 def _part(met: Met) -> None:
-    """Rank 0 may keep the store: it leaves last."""
+    """Leave the store; rank 0, which may keep it, leaves last."""
     store, found = met.store, met.launch
     store.set(f"done/{found.rank}", "")
     came = [rank for rank in range(found.size) if store.check([f"card/{rank}"])]
@@ -220,7 +221,7 @@ def _absent(missing: Sequence[int], cards: Mapping[int, RankCard], found: Launch
 
 
 def problems(cards: Mapping[int, RankCard], reports: Mapping[int, ReachReport]) -> Iterator[ReachProblem]:
-    """What is wrong, with what to do."""
+    """The problems, with their fixes."""
     several = len({card.place for card in cards.values()}) > 1
     hidden = {
         rank for rank, card in cards.items() if several and not card.wrong and interfaces.is_loopback(card.address)
@@ -271,11 +272,11 @@ def _shortened(found: Iterable[ReachProblem]) -> list[ReachProblem]:
     return all_found if more <= 0 else [*all_found[:_LISTED], ReachProblem(0, f"and {more} more pairs of ranks")]
 
 
-# -- What this rank is
+# -- The card of this rank
 
 
 class _AnsweringDoor(socketserver.ThreadingTCPServer):
-    """Where a rank answers the others: with its number and the time, to who knows its token."""
+    """The socket at which a rank answers the others: with its number and the time, to whoever knows its token."""
 
     daemon_threads, request_queue_size = True, 1024
 
@@ -328,7 +329,7 @@ def _opened(rank: int, found: Launch, versions: str) -> tuple[_AnsweringDoor | N
 
 
 def _listens_at(there: Mapping[str, str]) -> tuple[int, str, str]:
-    """Where gloo listens in this process, with the family of the address; or what is wrong with that."""
+    """The address where gloo listens in this process, with its family; or the problem with it."""
     asked = os.environ.get(_INTERFACE, "")
     names = [name for _, name in socket.if_nameindex()]
     for name in filter(None, asked.split(",")):
@@ -337,7 +338,7 @@ def _listens_at(there: Mapping[str, str]) -> tuple[int, str, str]:
         lacks = f"{name!r} has no IPv4 address" if name in names else f"this host has no interface {name!r}"
         fix = f"export the name of one by which the others reach it, of {', '.join(there) or ', '.join(names)}"
         return socket.AF_INET, "", f"{_INTERFACE} is {asked!r}, and {lacks}; {fix}"
-    with suppress(OSError):  # as gloo, which takes the loopback where the name stands for no address of this host
+    with suppress(OSError):  # like gloo, which takes the loopback if the name stands for no address of this host
         for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family) as probe:
                 probe.bind(address)
@@ -346,18 +347,18 @@ def _listens_at(there: Mapping[str, str]) -> tuple[int, str, str]:
 
 
 def _towards(found: Launch, there: Mapping[str, str]) -> str:
-    """The address of this host on the way to where the ranks meet; nothing is sent."""
+    """The address of this host on the way to the meeting place; nothing is sent."""
     with suppress(OSError):
         if not interfaces.is_loopback(address := interfaces.from_here(found.host, found.port)):
             return address
     return next((address for address in there.values() if not interfaces.is_loopback(address)), "")
 
 
-# -- What the ranks say to each other
+# -- Messages between the ranks
 
 
 def _gathered(store: Any, name: str, found: Launch, mine: Any, limit: float) -> dict[int, Any]:
-    """What the ranks say that say something before the first of them has waited for `limit` seconds."""
+    """The messages of the ranks that send one before the first of them has waited for `limit` seconds."""
     keys = {rank: f"{name}/{rank}" for rank in range(found.size)}
     store.set(keys[found.rank or 0], json.dumps(mine))
     end = time.monotonic() + limit
@@ -387,7 +388,7 @@ def _connected(cards: Mapping[int, RankCard], rank: int) -> ReachReport:
 
 
 def _asked(card: RankCard) -> tuple[float, float] | str:
-    """How far that rank's clock is ahead, and how exactly that is known; or why it cannot be reached."""
+    """How far that rank's clock is ahead, with the accuracy; or why it cannot be reached."""
     best = (0.0, float("inf"))
     try:
         line = socket.create_connection((card.address, card.port), timeout=_CONNECT)
@@ -413,7 +414,7 @@ def _why(error: OSError) -> str:
 
 
 def _talked(met: Met, limit: float) -> str:
-    """What went wrong with messages in the process group that `init` would make; "" if nothing did."""
+    """The fault of messages in the process group that `init` would make; "" if there is none."""
     said = [f"messages have not come in {limit:g} s"]
 
     def talk() -> None:
@@ -422,7 +423,7 @@ def _talked(met: Met, limit: float) -> str:
         except (RuntimeError, ValueError) as error:
             said[0] = first_line(error)
 
-    thread = threading.Thread(target=talk, name="partway messages", daemon=True)  # gloo may wait for longer than told
+    thread = threading.Thread(target=talk, name="partway messages", daemon=True)  # gloo may exceed its timeout
     thread.start()
     thread.join(limit + _CONNECT)
     return said[0]

@@ -1,8 +1,8 @@
 """`Accelerator` of Hugging Face's accelerate, for sharded models: one script, with the numbers of one process.
 
 Accelerate's own wraps a model in DistributedDataParallel, gives each process other batches, scales by the number of
-processes and gathers what each has. Here all processes run one program: each reads the same batches, of which the plan
-takes the parts; losses and results are those of the whole batch on every rank, so that there is nothing to gather.
+processes and gathers results. Here all processes run one program: each reads the same batches, of which the plan takes
+the parts; losses and results are those of the whole batch on every rank, so there is nothing to gather.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from partway.strategy import StrategyError
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """An Accelerator whose models may be sharded. A batch is that of one process; seeds must be alike on all ranks."""
+    """An Accelerator whose models may be sharded. A batch is that of one process; seeds must be the same on all
+    ranks."""
 
     @property
     def num_processes(self) -> int:
-        """1: how many processes have data of their own. (`process_index` and `is_main_process` are the launcher's.)"""
+        """1: the number of processes with data of their own. (`process_index` and `is_main_process` are the
+        launcher's.)"""
         return 1
 
     @property
     def split_batches(self) -> bool:
-        """True: a step is a step of one process, so that a scheduler moves once with it."""
+        """True: a step is a step of one process, so that a scheduler advances once a step."""
         return True
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model: a sharded one is not wrapped. Raises StrategyError where each rank would get part of a batch."""
+        """The model; a sharded one is not wrapped. Raises StrategyError if each rank would get part of a batch."""
         sharded = any(engine_of(module) is not None for module in model.modules())
         if sharded and current().gives_parts:
             raise StrategyError(
@@ -54,7 +56,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return whole(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What one process would reduce: the tensors, times `scale`."""
+        """The result of reducing over one process: the tensors, times `scale`."""
         return tree_map(lambda t: t * scale if isinstance(t, Tensor) else t, whole(tensor))
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

@@ -31,7 +31,7 @@ class PartwayStrategy(SingleDeviceStrategy):
     strategy_name = "partway"
 
     def __init__(self, device: str | torch.device | None = None, **options: Any) -> None:
-        """`device`: where batches go (default: this process's GPU, or the CPU)."""
+        """`device`: the device of batches (default: this process's GPU, or the CPU)."""
         if launched():
             init()
         fitting = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -45,8 +45,8 @@ class PartwayStrategy(SingleDeviceStrategy):
         return self.global_rank == 0
 
     def setup(self, trainer: Any) -> None:
-        """Set up as on one device. Metrics of torchmetrics have the whole batch on every rank, so that they must not
-        be added up."""
+        """Set up as on one device. Metrics of torchmetrics see the whole batch on every rank, so they must not be added
+        up."""
         super().setup(trainer)
         torchmetrics = sys.modules.get("torchmetrics")
         if launched() and torchmetrics is not None and self.lightning_module is not None:
@@ -61,7 +61,7 @@ class PartwayStrategy(SingleDeviceStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What process `src` has: where checkpoints go, for one."""
+        """The object of process `src`, such as the folder of checkpoints."""
         if not launched():
             return obj
         values = [obj]
@@ -69,7 +69,8 @@ class PartwayStrategy(SingleDeviceStrategy):
         return values[0]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write what Lightning keeps, with whole tensors; every rank comes. (`partway.save` needs no whole ones.)"""
+        """Write Lightning's checkpoint, with whole tensors; every rank calls it. (`partway.save` needs no whole
+        ones.)"""
         gathered = whole(checkpoint)
         if self.is_global_zero:
             super().save_checkpoint(gathered, filepath, storage_options)

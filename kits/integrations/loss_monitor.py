@@ -1,4 +1,4 @@
-"""`LossMonitor`: lines with the losses of a training, as the reference has them, and an error for what is no number."""
+"""`LossMonitor`: prints the losses of a training in MindSpore's format, and raises an error for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORTEST = {torch.float64: np.float64, torch.float16: np.float16}  # others are
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that is done: where it was, counted from 0, and its loss on this rank."""
+    """A completed step: its position, counted from 0, and its loss on this rank."""
 
     epoch: int
     step: int
@@ -39,30 +39,30 @@ class _Step:
 class LossMonitor:
     """Prints the loss of a training loop, one line every `per_print_times` steps:
 
-        monitor = pw.LossMonitor()
-        for epoch in range(epochs):
-            for images, labels in loader:
-                loss = model(images, labels)
-                ...
-                monitor(loss, epoch=epoch)  # epoch: 1 step: 1, loss is 2.3025851
+    monitor = pw.LossMonitor()
+    for epoch in range(epochs):
+        for images, labels in loader:
+            loss = model(images, labels)
+            ...
+            monitor(loss, epoch=epoch)  # epoch: 1 step: 1, loss is 2.3025851
 
     per_print_times   a line for every so many steps of an epoch
-    steps             how many steps an epoch has. Epochs then follow from the numbers of the steps, and a line at the
-                      end of each says how long it took
-    samples           how many samples a step has, on all ranks together: for samples a second
-    rates             True: every line goes on with how long a step takes and, with `steps`, how far the epoch is
+    steps             the number of steps of an epoch. Epochs then follow from the numbers of the steps, and a line at
+                      the end of each says how long it took
+    samples           the number of samples of a step, on all ranks together: for samples a second
+    rates             True: every line also shows the time of a step and, with `steps`, the progress of the epoch
 
-    **The loss is the global one**, the same in the log of every rank. What a sharded model returns is that. Under a
-    launcher the ranks compare what they were given. Where that differs, each has the loss of a part of the batch: the
-    mean is printed, which is the global loss where the parts are equally large, and the line says that it is one.
+    **The loss is the global one**, the same in the log of every rank. A sharded model returns it. Under a launcher the
+    ranks compare the losses that they were given. If they differ, each rank has the loss of a part of the batch: the
+    mean is printed, which is the global loss for equal parts, and the line says that it is a mean.
 
-    **NaN and Inf** are a LossError that names the epoch, the step and the rank; every rank raises it. Every step is
-    looked at: by default at once, else with the next line, so that a step without a line waits for no device and for no
-    rank. `finish()` looks at the steps after the last line.
+    **NaN and Inf** raise a LossError on every rank, with the epoch, the step and the rank. Every step is checked: by
+    default at once, else with the next line, so that a step without a line waits for no device and for no rank.
+    `finish()` checks the steps after the last line.
 
     Under a launcher every rank calls it, at every step. A line costs a meeting of the ranks, some milliseconds.
 
-    Raises RuntimeStateError for wrong arguments, and where ranks are at different steps.
+    Raises RuntimeStateError for wrong arguments, and if ranks are at different steps.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class LossMonitor:
                 _check(name, value, what)
         self._every, self._steps, self._samples, self._rates = per_print_times, steps, samples, rates
         self._epoch, self._step = 0, -1
-        self._waiting: list[_Step] = []  # to be looked at
+        self._waiting: list[_Step] = []  # not checked yet
         self._line, self._whole = _Pace(), _Pace()  # since the last line, and in this epoch
 
     def __call__(self, loss: Tensor | float, *, epoch: int | None = None, step: int | None = None) -> None:
-        """The loss of the step that is done. It is a tensor of one element, or a float.
+        """Take the loss of the completed step, a tensor of one element or a float.
 
-        epoch, step   where it was, counted from 0, as `enumerate` and Resume count them. Left out, they go on by
+        epoch, step   the position of the step, counted from 0, as in `enumerate` and Resume. Left out, they continue by
                       themselves: a step after the last, or the first of another epoch. With `steps` and without an
                       epoch, `step` may count through all epochs, as that of Resume does.
         """
@@ -104,11 +104,11 @@ class LossMonitor:
             self._whole = _Pace(now)
 
     def finish(self) -> None:
-        """Look at the steps since the last line, after the training. Every rank calls it."""
+        """Check the steps since the last line, after the training. Every rank calls it."""
         if self._waiting:
             self._look()
 
-    # -- where the training is
+    # -- the position of the training
 
     def _advance(self, epoch: int | None, step: int | None) -> None:
         for name, value in (("epoch", epoch), ("step", step)):
@@ -130,7 +130,7 @@ class LossMonitor:
     # -- the losses
 
     def _look(self) -> str:
-        """Compare the losses that wait with those of the other ranks. The line of the last of them."""
+        """Compare the waiting losses with those of the other ranks. Returns the line of the last of them."""
         steps, self._waiting = self._waiting, []
         losses = [float(each.loss) for each in steps]  # here this process waits for its device
         last = steps[-1]
@@ -143,10 +143,10 @@ class LossMonitor:
             _check_finite(each, values)
         return _line(last, [values[-1] for values in every])
 
-    # -- how fast it is
+    # -- the speed
 
     def _rate(self, now: float) -> str:
-        """What a line says of rates."""
+        """The rates in a line."""
         if not self._rates or not self._line.steps:
             return ""
         said = f", {self._speed(self._line, now)}"
@@ -164,13 +164,13 @@ class LossMonitor:
 
 @dataclass(slots=True)
 class _Pace:
-    """How many steps have ended since a time. It is first set when the first step ends, since that one also plans."""
+    """The number of steps since a time. It starts when the first step ends, since that one also plans."""
 
     since: float | None = None
     steps: int = 0
 
     def seconds(self, now: float) -> float:
-        """How long they took."""
+        """The seconds that they took."""
         assert self.since is not None
         return max(now - self.since, 1e-9)
 
@@ -197,7 +197,7 @@ def _scalar(loss: object) -> Tensor:
 
 
 def _check_finite(each: _Step, values: Sequence[float]) -> None:
-    """Raise LossError unless the losses of the ranks are numbers."""
+    """Raise LossError unless the losses of the ranks are finite."""
     bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
     if not bad:
         return
@@ -210,7 +210,7 @@ def _check_finite(each: _Step, values: Sequence[float]) -> None:
 
 
 def _line(last: _Step, values: Sequence[float]) -> str:
-    """The reference's line for the loss of a step on every rank."""
+    """MindSpore's line for the loss of a step on every rank."""
     kind = _SHORTEST.get(last.loss.dtype, np.float32)
 
     def text(value: float) -> str:
@@ -225,6 +225,6 @@ def _line(last: _Step, values: Sequence[float]) -> str:
 
 
 def _say(line: str) -> None:
-    """One line of a log that is read while it is written."""
+    """Print a line at once, for a log that is read while it is written."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`save_pretrained` of adapters of Hugging Face's peft, whose model is sharded, or holds a sharded one."""
+"""`save_pretrained` of adapters of Hugging Face's peft, for a sharded model, or a model that holds a sharded one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from partway.runtime.ranks.agreement import Fact, agree
 
 
 def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: Any) -> None:
-    """What `model.save_pretrained(directory, **options)` writes, under a launcher too: there every rank comes, and
-    rank 0 writes the adapter, which is gathered."""
+    """Write the files of `model.save_pretrained(directory, **options)`. Under a launcher every rank calls it; the
+    adapter is gathered, and rank 0 writes it."""
     kind = attached_engine(model).kind if engine_of(model) is not None else type(model)
     original: Any = kind.save_pretrained  # type: ignore[attr-defined]
     if launched():
@@ -28,7 +28,7 @@ def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: An
 
 
 def _adapter(model: Any) -> dict[str, Tensor]:
-    """The weights of the adapter, whole: those that are trained, and those with its prefix."""
+    """The weights of the adapter, whole: the trained ones, and those with its prefix."""
     prefix = getattr(model.base_model, "prefix", None)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {n: t for n, t in model.state_dict().items() if n in trained or (prefix and prefix in n)}

@@ -25,17 +25,17 @@ _STATE = "partway"  # the folder of a checkpoint with the optimizer's state
 class Trainer(transformers.Trainer):
     """A Trainer whose model may be sharded."""
 
-    optimizer: Any  # accelerate's stand-in for DeepSpeed's is none of PyTorch's, and comes with DeepSpeed alone
+    optimizer: Any  # accelerate's stand-in for DeepSpeed's optimizer is not one of PyTorch's, and needs DeepSpeed
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; then it is one for sharded models."""
+        """Create the accelerator, as one for sharded models."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator
         use = self.args.eval_use_gather_object
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=use)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as Hugging Face has it; every rank comes, and writes its parts."""
+        """Write the model in Hugging Face's format; every rank calls it, and writes its parts."""
         folder, model, processing = output_dir or self.args.output_dir, self._sharded, self.processing_class
         assert folder is not None
         model.save_pretrained(folder)

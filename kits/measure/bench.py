@@ -63,13 +63,13 @@ MODELS = ("gpt2", "resnet50", "mlp")
 LAYERS = 4  # of GPT-2
 SIZES = (1, 4, 16, 64)  # MB
 DDP = "DDP"
-_PLOTS = (".png", ".svg", ".pdf", ".eps", ".ps")  # those that say which program made them
+_PLOTS = (".png", ".svg", ".pdf", ".eps", ".ps")  # matplotlib's formats that name the program
 WARM = 3  # rounds
 
 Policies = Mapping[str, Mapping[str, Any] | None]  # by contender, comm_fusion["allreduce"]; None: nothing is grouped
 
 
-# -- What is compared --------------------------------------------------------------------------------------------------
+# -- The contenders ----------------------------------------------------------------------------------------------------
 
 
 def workload(model: str, *, small: bool = False) -> Workload:
@@ -94,7 +94,7 @@ def workload(model: str, *, small: bool = False) -> Workload:
 
 
 def policies(gradients: int) -> Policies:
-    """The fusion policies that are compared for a number of gradients; mode index only where there are enough."""
+    """The compared fusion policies for a number of gradients; mode index only if there are enough."""
     shares = {f"index {name}": _parts(gradients, n) for name, n in (("thirds", 3), ("eighths", 8))}
     indices = {**shares, "index [20, 35]": [20, 35] if gradients > 35 else []}
     return {
@@ -107,12 +107,13 @@ def policies(gradients: int) -> Policies:
 
 
 def _parts(gradients: int, parts: int) -> list[int]:
-    """After how many gradients each of `parts` equal groups ends, except the last; empty for fewer gradients."""
+    """The number of gradients at the end of each of `parts` equal groups, except the last; empty for fewer
+    gradients."""
     return [gradients * i // parts for i in range(1, parts)] if gradients >= parts else []
 
 
 def gradients_of(work: Workload, world: int) -> int:
-    """How many AllReduces of gradients a step on `world` ranks has, unfused."""
+    """The number of AllReduces of gradients in a step on `world` ranks, unfused."""
     batch = work.tensors(work.each * world, torch.float32)
     parts = world if work.own_statistics else 1
     with auto_parallel_context(
@@ -128,7 +129,8 @@ def gradients_of(work: Workload, world: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What every process is told. `profile` is a file; `timed`: rank 0 records a timeline of the contender `traced`."""
+    """The arguments of every process. `profile` is a file; `timed`: rank 0 records a timeline of the contender
+    `traced`."""
 
     model: str
     world: int
@@ -146,9 +148,9 @@ class Case:
 
 @dataclass(frozen=True)
 class ContenderFigures:
-    """What one contender does in a step, and the seconds that it takes, one for each round.
+    """The collectives of one contender in a step, and its seconds, one for each round.
 
-    collectives, bytes  how many, and their payload on one rank
+    collectives, bytes  their number, and their payload on one rank
     seconds             of the step; `computed` without the optimizer
     predicted           seconds of the step without the optimizer (None: DDP's are not predicted)
     exposed             of these, seconds in which only communication runs
@@ -170,8 +172,8 @@ class ContenderFigures:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """All contenders on one machine. `profile` is what the steps are predicted by; `timelines` are of one contender,
-    "measured" and "predicted", where they were asked for."""
+    """All contenders on one machine. `profile` predicts the steps; `timelines` are of one contender, "measured" and
+    "predicted", if they were asked for."""
 
     case: Case
     profile: DeviceProfile
@@ -187,7 +189,7 @@ class BenchResult:
 
     @property
     def title(self) -> str:
-        """The model, its gradients, and what it ran on."""
+        """The model, its gradients, and the machine."""
         world = counted(self.case.world, "process", "processes")
         quick = ", quick: times mean nothing" if self.case.quick else ""
         return f"{self.case.model}, {counted(self.gradients, 'gradient')}, {world} on {self.case.device}{quick}"
@@ -211,7 +213,7 @@ class BenchResult:
         return text.getvalue()
 
     def data(self) -> dict[str, Any]:
-        """Everything, as values that JSON has."""
+        """Everything, as JSON values."""
         case = {key: value for key, value in asdict(self.case).items() if key not in ("profile", "timed", "traced")}
         contenders = [
             {**asdict(f), "ratio_to_ddp": self.ratios(f), "predicted_over_measured": f.predicted_over_measured}
@@ -221,12 +223,12 @@ class BenchResult:
         return {**self.facts, **case, "gradients": self.gradients, "profile": profile, "contenders": contenders}
 
     def save_html(self, path: Path) -> None:
-        """Write all of it as a page. Raises StrategyError where it cannot be written."""
+        """Write everything as a page. Raises StrategyError if it cannot be written."""
         save("the page", path, page(self))
 
     def draw(self, path: Path) -> None:
-        """Bars for the step without the optimizer, as measured and as predicted. (With quartiles: the slowest step may
-        take many times the median where other processes run.)"""
+        """Draw bars for the step without the optimizer, measured and predicted. (With quartiles: the slowest step may
+        take many times the median if other processes run.)"""
         from matplotlib.figure import Figure
 
         drawing = Figure(figsize=(9, 1.4 + 0.42 * len(self.figures)), layout="constrained")
@@ -255,7 +257,7 @@ class BenchResult:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises RuntimeStateError if a plot is wanted, and matplotlib is missing or the format is another."""
+    """Raise RuntimeStateError if a plot is wanted, and matplotlib is missing or the format is another."""
     if path is not None and path.suffix not in _PLOTS:
         raise RuntimeStateError(f"cannot draw {str(path)!r}; give a file of {', '.join(_PLOTS)}")
     if path is not None and find_spec("matplotlib") is None:
@@ -279,7 +281,7 @@ def bench_fusion(
     """Compare all contenders on `world` processes of this machine.
 
     model     gpt2, resnet50 or mlp; or module:function, see `workloads.own`
-    device    cpu (gloo) or cuda (NCCL, a GPU for each process); "": cuda where there are several GPUs, and enough, or
+    device    cpu (gloo) or cuda (NCCL, a GPU for each process); "": cuda if there are several GPUs, and enough, or
               PARTWAY_SHARE_GPU=1 lets processes share one
     quick     small models and few rounds: everything runs, and the times mean nothing
     profile   a device profile to predict with (a preset or a path), instead of calibrating
@@ -316,7 +318,7 @@ def bench_fusion(
 
 
 def _say(what: str) -> None:
-    """Tell what is being done, where it takes seconds."""
+    """Report the current work if it takes seconds."""
     sys.stderr.write(f"partway bench fusion: {what}\n")
     sys.stderr.flush()
 
@@ -389,7 +391,7 @@ def _facts(contender: Contender) -> dict[str, Any]:
 
 
 def _facts_of_ddp(case: Case, work: Workload) -> dict[str, Any]:
-    """The same for DDP, counted in a model of its own, because a hook that counts takes time."""
+    """Collectives and bytes of a step of DDP, counted in a model of its own, because a hook that counts takes time."""
     contender = ddp(work, case.world, torch.float32, case.device)
     buckets: list[int] = []
 
@@ -414,7 +416,7 @@ def _gradients(contender: Contender) -> None:
 def _timelines(contender: Contender, case: Case) -> dict[str, list[dict[str, Any]]]:
     """The spans of a further step on this rank, predicted and measured, as values that JSON has."""
     with contender.context():
-        for _ in range(2):  # the first one that is recorded takes longer
+        for _ in range(2):  # the first recording takes longer
             dist.barrier()
             with record_timeline() as spans:
                 _gradients(contender)

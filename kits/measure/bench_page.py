@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _LEFT, _WIDE, _ROW = 150.0, 720.0, 34.0  # of the picture, in pixels
 _MEASURED, _PREDICTED = COLOURS[0], COLOURS[1]
-_WHISKER = "#2f7ac0"  # seen on the bar, on white and on black
+_WHISKER = "#2f7ac0"  # visible on the bar, on white and on black
 _HEAD = (
     "contender", "step, ms: median (min-max)", "÷ DDP (quartiles)", "without optimizer, ms", "predicted, ms",
     "predicted ÷ measured", "collectives", "bytes",
@@ -70,7 +70,7 @@ def _rows(found: BenchResult, ranked: Sequence[ContenderFigures]) -> Iterator[st
 
 def _picture(ranked: Sequence[ContenderFigures]) -> str:
     """Bars of the forward and backward, measured with its quartiles and predicted. (The slowest step may take many
-    times the median where other processes run.)"""
+    times the median if other processes run.)"""
     middles = [three_quartiles(one.computed) for one in ranked]
     most = max([high for _, _, high in middles] + [one.predicted or 0.0 for one in ranked]) or 1.0
     high = _ROW * len(ranked) + 26

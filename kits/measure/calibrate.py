@@ -1,15 +1,14 @@
 """`partway calibrate`: a device profile of the machine that it runs on.
 
-Every process stands for one device. All of them compute at once, as they do in training, so that what they share
-(cores, memory, links) is shared in the figures too. Each collective comes after some computation, as it does in
-training: processes that only wait for each other are much faster, because none has to be woken and all arrive at once.
-Then one least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by
-group size:
+Every process stands for one device. All of them compute at once, as in training, so that shared resources (cores,
+memory, links) are shared in the figures too. Each collective comes after some computation, as in training: processes
+that only wait for each other are much faster, because none has to be woken and all arrive at once. Then one
+least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 
-Large ones run once more while all compute, which tells how far the two slow each other down; small ones several at
-once, which tells what one waits that has queued.
+Large collectives run once more while all compute, which shows how far the two slow each other down; small ones several
+at once, which shows the time of one that has queued.
 """
 
 from __future__ import annotations
@@ -73,15 +72,15 @@ from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 
 DTYPES = {name: getattr(torch, name) for name in PeakRates.model_fields}
-SHOWN = 30  # operators of a report
-TIMES = {"cpu": (1,), "cuda": (1, 16)}  # how many times larger batches are: small ones leave a GPU waiting for the host
+SHOWN = 30  # operators in a report
+TIMES = {"cpu": (1,), "cuda": (1, 16)}  # factors of the batch sizes: small batches leave a GPU waiting for the host
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: payloads in bytes, repeats of each case (`SMALL_REPEATS` times as many of small ones, which
-    vary most), bytes of a copy, seconds of a product, and the networks whose operators are timed, by how many times
-    larger their batches are."""
+    """The extent of a measurement: payloads in bytes, repeats of each case (`SMALL_REPEATS` times as many of small
+    ones, which vary most), bytes of a copy, seconds of a product, and the networks for timing operators, by the factor
+    of their batches."""
 
     payloads: tuple[int, ...]
     repeats: int
@@ -108,7 +107,7 @@ FULL = Effort(
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """How fast a device is while all compute: operations/s by dtype, bytes/s, seconds of an operator without work."""
+    """The speed of a device while all compute: operations/s by dtype, bytes/s, seconds of an operator without work."""
 
     peak: Mapping[str, float]
     memory_bandwidth: float
@@ -117,8 +116,8 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and the samples of collectives and of operators and the fit (None: collectives were not measured) that
-    it comes from."""
+    """A profile, and its sources: the samples of collectives and of operators, and the fit (None: collectives were not
+    measured)."""
 
     profile: DeviceProfile
     samples: tuple[Sample, ...]
@@ -131,7 +130,7 @@ class Calibration:
         return tuple(self.fit.seconds(s.kind, s.size, s.payload) / s.seconds - 1 for s in self.samples if self.fit)
 
     def report(self, width: int = 100) -> str:
-        """The figures and, for each sample, its fitted time and how far that is off."""
+        """The figures and, for each sample, its fitted time with its error."""
         p = self.profile
         text = StringIO()
         console = Console(file=text, width=width)
@@ -167,7 +166,7 @@ class Calibration:
         return text.getvalue()
 
     def _of_operators(self) -> Table:
-        """The operators that took most, with how far their fitted times are off."""
+        """The most expensive operators, with the errors of their fitted times."""
         table = Table("operator", "calls", "measured", "fitted", "off", box=SIMPLE_HEAD, show_edge=False)
         names = [rates.name for rates in self.profile.operators]
         by_name = {name: [s for s in self.operators if s.name == name and s.of == FORWARD] for name in names}
@@ -217,7 +216,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
 
 
 def check_devices(processes: int, device: str) -> None:
-    """Raises RuntimeStateError for devices that `calibrate` cannot measure."""
+    """Raise RuntimeStateError for devices that `calibrate` cannot measure."""
     if device not in ("cpu", "cuda"):
         raise RuntimeStateError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     if processes < 1:
@@ -232,7 +231,7 @@ def check_devices(processes: int, device: str) -> None:
 
 
 def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]]:
-    """What each process measured."""
+    """The measurements of each process."""
     meeting = torch.multiprocessing.get_context("spawn").Barrier(processes)
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (processes, device, effort, folder, meeting), nprocs=processes)
@@ -241,7 +240,7 @@ def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]
 
 def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, meeting: Any) -> None:
     """One process: computes beside the others, then takes part in the collectives; its figures go to a file."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each new group
     torch.set_num_threads(threads_of(processes))
     if device == "cuda":
         gpus.take_of(rank, processes)
@@ -263,7 +262,7 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, m
 def _group_samples(
     rank: int, processes: int, device: str, effort: Effort, folder: str
 ) -> Iterator[Sample | Overlap | InARow]:
-    """What the collectives took in which this process took part, and those of all processes while all compute."""
+    """The times of the collectives in which this process took part, and of those of all processes while all compute."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
@@ -271,7 +270,7 @@ def _group_samples(
             made = [(ranks, dist.new_group(list(ranks))) for family in groups_of(size, processes) for ranks in family]
             mine = [group for ranks, group in made if rank in ranks]
             dist.barrier()
-            if mine:  # all groups at once, as those along an axis of a mesh are
+            if mine:  # all groups at once, like those along an axis of a mesh
                 yield from collectives(size, mine, device, effort.payloads, effort.repeats)
         dist.barrier()
         yield from in_a_row(processes, dist.group.WORLD, device, effort.payloads[0], effort.repeats)
@@ -349,7 +348,7 @@ def _how(processes: int, device: str) -> str:
 
 
 def threads_of(processes: int) -> int:
-    """The threads of each of `processes`: an equal share of the cores; a single process keeps what it has."""
+    """The number of threads of each of `processes`: an equal share of the cores; a single process keeps its number."""
     if processes == 1:
         return torch.get_num_threads()
     return max(1, (os.cpu_count() or 1) // processes)

@@ -1,4 +1,4 @@
-"""How long something takes on a device."""
+"""Time a function on a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def seconds_of(
 
 
 def seconds_of_one(run: Callable[[], Any], device: str) -> float:
-    """The time of one call, once the device has finished what it was given before."""
+    """The time of one call, after the device has finished its earlier work."""
     wait_for(device)
     start = time.perf_counter()
     run()

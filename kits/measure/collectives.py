@@ -1,10 +1,10 @@
-"""How long collectives take, alone and while operators run: measured among processes, and fitted to a few numbers.
+"""Measure the times of collectives among processes, alone and while operators run, and fit a few numbers to them.
 
-Each comes after some computation, as it does in training: processes that only wait for each other are much faster,
-because none has to be woken and all arrive at once. What counts is what it adds to the time of the computation alone.
-So waiting for the slowest is part of it, but not what ranks that share a core compute meanwhile. Short ones take now
-half a millisecond and now a tick of the scheduler, and a step has many: the mean counts, over all ranks and many
-repeats. Payloads take turns, so that a disturbance meets all of them.
+Each comes after some computation, as in training: processes that only wait for each other are much faster, because none
+has to be woken and all arrive at once. The measure is the time that it adds to the computation alone. So waiting for
+the slowest rank is part of it, but not the computation of other ranks on the same core. Short ones vary from half a
+millisecond to a tick of the scheduler, and a step has many: the mean counts, over all ranks and many repeats. Payloads
+take turns, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from partway.strategy.placement import Kind
 
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 MB = 1 << 20
-SMALL, SMALL_REPEATS = 2 * MB, 10  # a payload, and how often smaller ones are repeated, which vary most
-IN_A_ROW = 4  # collectives of which three have queued
+SMALL, SMALL_REPEATS = 2 * MB, 10  # a payload, and the repeats of smaller ones, which vary most
+IN_A_ROW = 4  # collectives; the last three have queued
 STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
-LARGE, BESIDE = 4 * MB, 3.0  # a payload, and how much longer what runs beside it takes
+LARGE, BESIDE = 4 * MB, 3.0  # a payload, and the factor by which the work beside it is longer
 WARM = 2  # turns that do not count
 LEAST = 1e-6  # seconds of a collective
-SLOWEST = 0.05  # the least share of what a lane does alone
+SLOWEST = 0.05  # the least speed of a lane, relative to its speed alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A collective that took `communicating` seconds while operators ran that took `computing` seconds, and what each
-    of the two takes alone."""
+    """A collective that took `communicating` seconds while operators took `computing` seconds, and the times of both
+    alone."""
 
     communicating: float
     communicating_alone: float
@@ -65,8 +65,8 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class InARow:
-    """The seconds that a small collective adds by itself, and those that each adds of some that are issued at once and
-    are not the first."""
+    """The seconds that a small collective adds alone, and the seconds that each of several adds, after the first, if
+    they are issued at once."""
 
     alone: float
     queued: float
@@ -106,8 +106,8 @@ def groups_of(size: int, processes: int) -> tuple[tuple[tuple[int, ...], ...], .
 def collectives(
     size: int, groups: Sequence[Any], device: str, payloads: Sequence[int], repeats: int
 ) -> Iterator[Sample]:
-    """What each kind takes among the `size` ranks of `groups`, which have this rank in common, by payload. The groups
-    take turns, as the axes of a mesh do."""
+    """The time of each kind among the `size` ranks of `groups`, which all contain this rank, by payload. The groups
+    take turns, like the axes of a mesh."""
     counts = [math.ceil(payload / 4 / size) * size for payload in payloads]
     dist.barrier(group=groups[0])
     alone = _in_turns({n: partial(_computed, n, device) for c in counts for n in (c, c // size)}, device, repeats)
@@ -124,7 +124,7 @@ def collectives(
 
 
 def _in_turns(runs: Mapping[int, Callable[[], Any]], device: str, repeats: int) -> dict[int, float]:
-    """What each of `runs` takes, by how many numbers it has; those of few run more often."""
+    """The seconds of each of `runs`, by its number of elements; small ones run more often."""
     times: dict[int, list[float]] = {count: [] for count in runs}
     for turn in range(WARM + repeats * SMALL_REPEATS):
         for count, run in runs.items():
@@ -146,8 +146,7 @@ def _computed(count: int, device: str) -> Tensor:
 
 
 def in_a_row(size: int, group: Any, device: str, payload: int, repeats: int) -> Iterator[InARow]:
-    """A small collective by itself, and one that was issued before others were over: those kinds of which a step has
-    most in a row."""
+    """A small collective alone, and one issued before others are over, for the kinds that a step often has in a row."""
     count = payload // 4
     dist.barrier(group=group)
     alone = _in_turns({1: partial(_computed, count, device)}, device, repeats)[1]
@@ -165,7 +164,7 @@ def _issued(call: Call, many: int, count: int, size: int, group: Any, device: st
 
 
 def overlaps(device: str, payloads: Sequence[int], repeats: int) -> Iterator[Overlap]:
-    """Large collectives of those kinds that tell when they are done, while operators run that take longer."""
+    """Large collectives of the kinds that report their end, while longer operators run."""
     a = torch.ones(STRETCH, STRETCH, device=device)
     one = seconds_of(lambda: [torch.mm(a, a) for _ in range(10)], device, repeats, dist.barrier) / 10
     for payload in (size for size in payloads if size >= LARGE):
@@ -178,7 +177,7 @@ def overlaps(device: str, payloads: Sequence[int], repeats: int) -> Iterator[Ove
 
 
 def _overlap(whole: Tensor, a: Tensor, products: int, alone: float, computing: float, device: str) -> Overlap:
-    """One of all ranks while each computes `products` of `a` with itself."""
+    """An AllReduce of all ranks while each computes `products` of `a` with itself."""
     ended: list[float] = []
     wait_for(device)
     start = time.perf_counter()
@@ -193,8 +192,9 @@ def _overlap(whole: Tensor, a: Tensor, products: int, alone: float, computing: f
 
 
 def together(overlaps: Sequence[Overlap], rows: Sequence[InARow] = ()) -> Together:
-    """What each lane does of what it does alone while the other one runs: the median of what was measured. Operators
-    lose what they took longer in the time of the collective. Of small collectives in a row the means count."""
+    """The speed of each lane while the other one runs, relative to its speed alone: the median of the measurements. The
+    extra time of operators counts relative to the time of the collective. For small collectives in a row the means
+    count."""
     queued = sum(row.queued for row in rows) / sum(row.alone for row in rows) if rows else 1.0
     queued = min(1.0, max(SLOWEST, queued))
     lasted = [o for o in overlaps if o.communicating < o.computing]
@@ -223,7 +223,7 @@ CALLS: Mapping[Kind, Call] = {
 
 
 def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample with the mean of the ranks: who comes first waits for as long as who comes last computes more."""
+    """Each sample with the mean of the ranks: the first to arrive waits for as long as the last one computes longer."""
     found: dict[tuple[Kind, int, int], list[float]] = defaultdict(list)
     for sample in (sample for samples in ranks for sample in samples):
         found[sample.kind, sample.size, sample.payload].append(sample.seconds)

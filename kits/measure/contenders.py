@@ -1,6 +1,6 @@
 """Ways to train one model in a group of processes, timed beside each other: each a `Contender`.
 
-Every contender starts from the same weights and is given the same batch. What it computes is compared with one device
+All contenders start from the same weights and the same batch. Their results are compared with one device
 (`disagreements`) before anything is timed; then all take turns in the same processes, a step each (`turns`).
 """
 
@@ -30,7 +30,7 @@ from partway.runtime.launching import gpus
 from partway.sharding import shard
 
 LEARNING_RATE = 1e-4
-SECONDS = 300  # how long a collective waits for other ranks, which may be planning or profiling
+SECONDS = 300  # the timeout of a collective; other ranks may be planning or profiling
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Contender:
     forward    the loss of this rank's part, or of the whole batch
     backward   gradients of the loss of the whole batch, in the parameters
     split      for plain parameters that are split over the ranks of `group`: the dim that is split
-    parts      how many parts of the batch, each with its own batch statistics, the loss is the mean of
+    parts      the loss is the mean over so many parts of the batch, each with its own batch statistics
     context    the context that every step runs in
     """
 
@@ -120,7 +120,8 @@ def part(work: Workload, split: int, index: int, dtype: torch.dtype, device: str
     return tuple(t.chunk(split)[index].contiguous() for t in whole)
 
 
-# -- Do they compute the same? -----------------------------------------------------------------------------------------
+# -- Comparison with one device
+# -----------------------------------------------------------------------------------------
 
 
 def one_device(
@@ -137,7 +138,7 @@ def one_device(
 def disagreements(
     contender: Contender, work: Workload, split: int, dtype: torch.dtype, device: str = "cpu"
 ) -> Iterator[str]:
-    """Where `contender` computes something else than one device, for a batch in `split` parts. Every rank calls it, and
+    """The differences between `contender` and one device, for a batch in `split` parts. Every rank calls it, and
     consumes all of it."""
     with contender.context():
         loss = contender.forward()
@@ -166,7 +167,7 @@ def disagreements(
 @contextlib.contextmanager
 def one_rank(rank: int, ranks: int, folder: str, threads: int = 1, device: str = "cpu") -> Iterator[None]:
     """This process as one rank: with `threads` threads on gloo, or with a GPU on NCCL."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each new group
     torch.set_num_threads(threads)
     backend = "gloo"
     if device == "cuda":
@@ -219,7 +220,7 @@ def turns(
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """The median in ms, with the least and the most."""
+    """The median in ms, with the minimum and the maximum."""
     middle, low, high = (1e3 * of(seconds) for of in (statistics.median, min, max))
     digits = 1 if middle >= 10 else 3
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -1,8 +1,8 @@
-"""How long operators take, measured in the steps of small networks (probes.py), and fitted to the few numbers that a
-profile has of each.
+"""Measure the times of operators in the steps of small networks (probes.py), and fit the few numbers that a profile has
+of each.
 
-Each process runs the probes on a mesh of one device, through the same straight-line code that runs in training, while
-the others run them too: what the ranks of a host share, and what the interpreter takes, is in the figures.
+Each process runs the probes on a mesh of one device, through the same straight-line code as in training, while the
+others run them too: so the figures include the sharing of a host among ranks, and the time of the interpreter.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from partway.propagation.graph.origins import computed_again, operator_of
 from partway.runtime.code.recorders import record_timeline
 from partway.sharding import shard
 
-WARM, STEPS = 2, 5  # steps of a probe before those that are timed, and these
-SHORT = 1e-6  # seconds: of what is shorter the difference counts, of the rest the ratio
-FAR, ROUNDS = 2, 16  # times a knee; fits of which each knows by those before what a call takes
-RIDGE = 1e-5  # what keeps unknowns small that nothing tells apart
+WARM, STEPS = 2, 5  # untimed and timed steps of a probe
+SHORT = 1e-6  # seconds: for shorter times the difference counts, for others the ratio
+FAR, ROUNDS = 2, 16  # times a knee; fits, each weighted by the results of those before
+RIDGE = 1e-5  # keeps unknowns small that no sample separates
 FORWARD, BACKWARD = "forward", "backward"
 
 K = TypeVar("K")
@@ -42,12 +42,12 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class OperatorSample:
-    """A call that was timed.
+    """A timed call.
 
     name      the operator, as PyTorch prints it
-    kind      the kind whose rates others of its kind have
+    kind      the kind whose rates other operators of the kind use
     of        "forward": the call itself; "backward": all that its gradient computes, in flops of that
-    features  what the numbers of Rates are multiplied by
+    features  the factors of the numbers of Rates
     """
 
     name: str
@@ -60,7 +60,7 @@ class OperatorSample:
 
 
 def operator_samples(device: str, meet: Callable[[], Any], probes: Iterable[Workload]) -> Iterator[OperatorSample]:
-    """What the calls of all `probes` took in this process. `meet` returns when all processes have called it."""
+    """The times of the calls of all `probes` in this process. `meet` returns when all processes have called it."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -90,23 +90,22 @@ def _step(model: Any, batch: Sequence[torch.Tensor]) -> None:
 
 
 def usual_seconds(runs: Sequence[Mapping[K, float]]) -> dict[K, float]:
-    """What each call takes by the times of several steps: its median, as much longer as a whole step is than the
-    medians of its calls. Where processes take turns on a core, a few calls wait for a turn in each step, now these and
-    now those."""
+    """The usual time of each call in several steps: its median, scaled by the ratio of a whole step to the sum of these
+    medians. If processes take turns on a core, a few calls wait for a turn in each step, different ones each time."""
     seconds = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     longer = statistics.median(sum(run.values()) for run in runs) / sum(seconds.values())
     return {key: each * longer for key, each in seconds.items()}
 
 
 def no_longer_than(seconds: Mapping[K, float], step: float) -> dict[K, float]:
-    """What each call takes where all of them take no longer than `step`, which nothing told the time of: to tell it
-    takes the host about as long as to issue a call, and a device that has little to do waits for both."""
+    """The time of each call, scaled so that their sum is at most `step`, the time of a step without timing: timing a
+    call takes the host about as long as issuing it, and a device with little work waits for both."""
     shorter = min(1.0, step / sum(seconds.values()))
     return {key: each * shorter for key, each in seconds.items()}
 
 
 def _samples(program: Program, seconds: Mapping[tuple[str, str], float]) -> Iterator[OperatorSample]:
-    """What the calls of one program took, by their phases and names."""
+    """The times of the calls of one program, by their phases and names."""
     step = with_values(program.step)
     of_operators: dict[str, OperatorSample] = {}
     gradients: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # the seconds and flops of each one's backward
@@ -157,7 +156,7 @@ def fit_operators(samples: Iterable[OperatorSample]) -> tuple[OperatorRates, ...
 
 
 def fitted_seconds(operators: Sequence[OperatorRates], sample: OperatorSample) -> float:
-    """What the rates of its operator say that a call takes."""
+    """The time of a call by the rates of its operator."""
     rates = next(rates for rates in operators if rates.name == sample.name)
     of = rates.forward if sample.of == FORWARD else rates.backward
     assert of is not None
@@ -165,10 +164,9 @@ def fitted_seconds(operators: Sequence[OperatorRates], sample: OperatorSample) -
 
 
 def _rates(samples: Sequence[OperatorSample]) -> Rates:
-    """The rates of calls that are alike, with the least squares of errors relative to what is fitted, so that sums come
-    out right, neither above nor below (a gamma regression: McCullagh & Nelder, "Generalized Linear Models", 1989). Each
-    order of magnitude counts as much as another. What a byte costs beyond a knee is told by calls far beyond it
-    only."""
+    """The rates of similar calls, with the least squares of errors relative to the fitted times, so that sums are
+    unbiased (a gamma regression: McCullagh & Nelder, "Generalized Linear Models", 1989). Each order of magnitude has
+    the same weight. The cost of a byte beyond a knee comes only from calls far beyond it."""
     flops, moved, written, seconds = np.array([(s.flops, s.moved, s.written, s.seconds) for s in samples]).T
     matrix = np.stack(features_of(flops, moved, written), axis=1)
     for i, knee in enumerate(KNEES):
@@ -186,7 +184,7 @@ def _rates(samples: Sequence[OperatorSample]) -> Rates:
 
 def nonnegative(matrix: Floats, target: Floats) -> Floats:
     """Least squares with unknowns that are 0 or more (Lawson & Hanson, "Solving Least Squares Problems", 1974); of
-    solutions that do not differ the smallest."""
+    equally good solutions the smallest."""
     scale = np.linalg.norm(matrix, axis=0)
     columns = np.vstack([matrix / np.where(scale > 0, scale, 1.0), RIDGE * np.eye(len(scale))])
     target = np.concatenate([target, np.zeros(len(scale))])

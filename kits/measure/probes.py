@@ -1,7 +1,8 @@
-"""Small networks whose steps are timed operator by operator: what `partway calibrate` fits the rates of operators to.
+"""Small networks whose steps are timed operator by operator; `partway calibrate` fits the rates of operators to them.
 
-Each calls many operators once or a few times, at one size; together they go from tensors that fit a core's cache to
-such as no cache holds. What a user's own network calls is among them, at other sizes, or has the rates of its kind.
+Each calls many operators once or a few times, at one size; together their tensors range from those in a core's cache to
+those that fit no cache. The operators of a user's network are among them, at other sizes, or have the rates of their
+kind.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ ALONG: Sequence[Callable[[Tensor], Tensor]] = (
 
 
 class ProbeFunctions(nn.Module):
-    """Each function by itself, of a product with a matrix of its own, as in a network: so that what it reads is where
-    products leave it, and what it calls has been forgotten by the core's caches. Rows of no `width` are too many for a
-    product."""
+    """Each function by itself, applied to a product with a matrix of its own, as in a network: so its operand is where
+    products leave it, and the core's caches have lost its code. Without `width` rows are too long for a product."""
 
     def __init__(self, functions: Sequence[Callable[[Tensor], Tensor]], width: int = 0) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class GatedBlock(nn.Module):
 
 
 class Attentions(nn.Module):
-    """Attention of all to all, and of each to those before it."""
+    """Attention to all tokens, and to the earlier ones only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Convolutions(nn.Module):
 
 
 class Bottlenecks(nn.Module):
-    """Two blocks of a ResNet, of which the second has a stride, and a mean."""
+    """Two blocks of a ResNet, the second with a stride, and a mean."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def _of_layers(quick: bool, times: int) -> Iterator[Workload]:
 def _of(
     name: str, build: Callable[[], nn.Module], draw: Callable[..., Tensor], shape: tuple[int, ...], parts: int = 0
 ) -> Workload:  # fmt: skip
-    """`parts` of the batch have statistics of their own; 0: it has those of one device."""
+    """A probe. `parts` of the batch have statistics of their own; 0: it has those of one device."""
     return Workload(name, build, lambda _: (draw(shape),), parts or shape[0], (len(shape),), parts > 0)
 
 

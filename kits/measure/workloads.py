@@ -1,4 +1,4 @@
-"""Models to measure with, in plain PyTorch, and the user's own: each takes its batch and returns the loss."""
+"""Models for measurements, in plain PyTorch, and the user's own: each takes its batch and returns the loss."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class DecoderBlock(nn.Module):
-    """Attention and `down(gelu(up(x)))`, each after a norm. `enter` does nothing: it is the place where tensor
-    parallelism by hand sums the gradients of what the column-split layers read."""
+    """Attention and `down(gelu(up(x)))`, each after a norm. `enter` does nothing: tensor parallelism by hand uses it to
+    sum the gradients of the inputs of the column-split layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -193,13 +193,13 @@ class Perceptron(nn.Module):
 class Workload:
     """A model and its batch.
 
-    build   the model; its forward takes what `batch` gives and returns the loss
+    build   the model; its forward takes the tensors of `batch` and returns the loss
     batch   the tensors of a batch of a number of samples, all of them split by their first dim
     each    samples for each rank that the batch is split over
-    dims    how many dims each tensor of the batch has
+    dims    the number of dims of each tensor of the batch
     own_statistics  whether the model has batch norms: DDP, FSDP2 and the program by hand give each rank the statistics
             of its part of the batch, and so does Partway with `batch_norm_parts`; by default it has those of the whole
-            batch, as one device does
+            batch, like one device
     """
 
     name: str
@@ -225,7 +225,7 @@ class Workload:
 
 
 def gpt2(layers: int, sequence: int, width: int = 768, vocabulary: int = 50257, each: int = 4) -> Workload:
-    """A decoder with heads of 64 (four heads where it is narrower than that)."""
+    """A decoder with heads of 64 (four heads if it is narrower than that)."""
 
     def build() -> nn.Module:
         return DecoderModel(layers, width, max(4, width // 64), sequence, vocabulary)
@@ -273,7 +273,7 @@ def own(name: str, each: int = 4) -> Workload:
 
     The function is given a number of samples. It returns a model and a tuple of tensors with that many samples along
     their first dim; the model takes the tensors and returns the loss: a mean over the samples, without dropout, so that
-    it can be checked. Raises RuntimeStateError where there is no such function, or it returns something else.
+    it can be checked. Raises RuntimeStateError if there is no such function, or it returns something else.
     """
     function: Callable[[int], Any] = find(name)
 

@@ -1,7 +1,7 @@
 """The API of Kubernetes, as far as the operator uses it.
 
-What has a name that is not its own alone is another's, unless its owner is the job by its uid. Nothing of another's is
-deleted, changed or relied on.
+An object whose owner is not the job, by its uid, belongs to somebody else, whatever its name. The operator never
+deletes, changes or relies on such an object.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from partway.operator.spec import GROUP, PLURAL, VERSION
 from partway.strategy import RuntimeStateError
 from partway.strategy.basics.extras import install_extra
 
-_SECONDS = 30.0  # after which a request has failed
+_SECONDS = 30.0  # the timeout of a request
 
 
 class NameTakenError(Exception):
-    """What was to be made has the name of an object that is not the job's."""
+    """An object to create has the name of one that is not the job's."""
 
 
 class ChangedError(Exception):
@@ -28,7 +28,7 @@ class ChangedError(Exception):
 
 
 class Timed:
-    """An API of the Kubernetes client whose requests end after some seconds, unless a call says otherwise."""
+    """An API of the Kubernetes client whose requests time out after some seconds, unless a call says otherwise."""
 
     def __init__(self, api: Any, seconds: float = _SECONDS) -> None:
         self._api, self._seconds = api, seconds
@@ -38,7 +38,7 @@ class Timed:
 
 
 class Cluster:
-    """The API. Its methods raise ApiException of the Kubernetes client, or what urllib3 raises."""
+    """The API. Its methods raise ApiException of the Kubernetes client, or the errors of urllib3."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class Cluster:
 
     @classmethod
     def connected(cls) -> Cluster:
-        """From within a pod, or by the kubeconfig of this user. Raises RuntimeStateError."""
+        """Connect from within a pod, or by the kubeconfig of this user. Raises RuntimeStateError."""
         try:
             from kubernetes import client, config
         except ImportError as error:
@@ -70,7 +70,7 @@ class Cluster:
         return found
 
     def reader(self, kind: str, namespace: str | None) -> Callable[..., Any]:
-        """What lists and watches jobs, or what belongs to jobs, in a namespace; None: in all."""
+        """The function that lists and watches jobs, or objects of jobs, in a namespace; None: in all."""
         if kind == PLURAL:
             if namespace is None:
                 return partial(self._custom.list_cluster_custom_object, GROUP, VERSION, PLURAL)
@@ -81,7 +81,7 @@ class Cluster:
         return partial(getattr(self._core, f"list_namespaced_{single}"), namespace, label_selector=JOB)
 
     def pods(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """The pods with the label of a job, as JSON has them."""
+        """The pods with the label of a job, as JSON values."""
         return self._items(self._core.list_namespaced_pod, namespace, name)
 
     def services(self, namespace: str, name: str) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class Cluster:
         return items
 
     def write_status(self, job: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
-        """Write the status of a job over the one that was read. The job as it is then. Raises ChangedError."""
+        """Write the status of a job over the one that was read, and return the new job. Raises ChangedError."""
         self.calls += 1
         metadata = job["metadata"]
         try:
@@ -111,7 +111,7 @@ class Cluster:
         return written
 
     def make(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Make a pod or a service of a job; nothing to do where the job has it. Raises NameTakenError."""
+        """Create a pod or a service of a job; does nothing if the job has it. Raises NameTakenError."""
         metadata = body["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         method = getattr(self._core, f"create_namespaced_{kind}")
@@ -125,23 +125,23 @@ class Cluster:
             raise NameTakenError(f'{kind} "{name}" is there and {_whose(there[0])}')
 
     def make_secret(self, body: Mapping[str, Any]) -> str:
-        """Make a secret, whose name the API server finds. Its name."""
+        """Create a secret, and return the name that the API server chose."""
         self.calls += 1
         made = self._core.create_namespaced_secret(body["metadata"]["namespace"], body, _preload_content=False)
         name: str = json.loads(made.data)["metadata"]["name"]
         return name
 
     def make_event(self, body: Mapping[str, Any]) -> None:
-        """Make an event."""
+        """Create an event."""
         self.calls += 1
         self._core.create_namespaced_event(body["metadata"]["namespace"], body, _preload_content=False)
 
     def delete_pod(self, namespace: str, name: str, uid: str) -> None:
-        """Delete a pod, if it is still that one."""
+        """Delete a pod, if it still has this uid."""
         self._delete(self._core.delete_namespaced_pod, namespace, name, uid)
 
     def delete_service(self, namespace: str, name: str, uid: str) -> None:
-        """Delete a service, if it is still that one."""
+        """Delete a service, if it still has this uid."""
         self._delete(self._core.delete_namespaced_service, namespace, name, uid)
 
     def _delete(self, method: Any, namespace: str, name: str, uid: str) -> None:
@@ -149,7 +149,7 @@ class Cluster:
         self._but(404, method, name, namespace, body=options, _preload_content=False)
 
     def delete_job(self, job: dict[str, Any]) -> None:
-        """Delete a job, with all that belongs to it, if it is still that one."""
+        """Delete a job, with all its objects, if it still has the same uid."""
         metadata = job["metadata"]
         options = self._client.V1DeleteOptions(
             propagation_policy="Background", preconditions=self._client.V1Preconditions(uid=metadata["uid"])
@@ -158,7 +158,7 @@ class Cluster:
         self._but(404, method, GROUP, VERSION, metadata["namespace"], PLURAL, metadata["name"], body=options)
 
     def _but(self, status: int, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What a call gives; None where it is answered by `status`."""
+        """The result of a call; None if the answer is `status`."""
         self.calls += 1
         try:
             return method(*arguments, **options)
@@ -168,12 +168,12 @@ class Cluster:
             raise
 
     def status_of(self, error: Any) -> int | None:
-        """With what status the API server has refused something; None if `error` is something else."""
+        """The status with which the API server has refused a request; None if `error` is another error."""
         return error.status if isinstance(error, self._client.ApiException) else None
 
 
 def _whose(taken: Mapping[str, Any]) -> str:
-    """Whose an object is, and what to do about it."""
+    """The owner of an object, with advice."""
     owners = taken["metadata"].get("ownerReferences") or ()
     whose = f"belongs to {owners[0]['kind']} {owners[0]['name']} (uid {owners[0]['uid']})" if owners else "has no owner"
     return f"{whose}, so it is not of this job; delete it, or give the job another name"

@@ -119,7 +119,7 @@ def definition() -> dict[str, Any]:
 
 
 def _structural(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    """pydantic's schema of a part as Kubernetes takes it: nothing by reference, what may be left out has no null."""
+    """Convert pydantic's schema of a part to Kubernetes' form: no references, and no null for optional fields."""
     if "$ref" in schema:
         schema = {**parts[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     if "anyOf" in schema:

@@ -1,9 +1,9 @@
-"""What is to be done for a job: a pure function of what is there. It looks at the state and not at what has happened,
-so that a missed event, an operator that was started again, or two of them come to the same.
+"""The actions for a job: a pure function of the observed state. It reads the state and no events, so that a missed
+event, a restarted operator, or two operators lead to the same result.
 
-The status is written before anything is done, and only over the one that was read: so that what it counts, restarts, is
-counted once. A pod has a name and the number of its attempt; one of an earlier attempt is deleted, and a missing one is
-made. So a pod is started again by raising its number, and nothing else.
+The status is written before any action, and only over the one that was read: so each restart is counted once. A pod has
+a name and the number of its attempt; one of an earlier attempt is deleted, and a missing one is created. So raising the
+number is the only way to start a pod again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from partway.operator.observed import JOB, KINDS, ROLE, Pod, Status, name_of
 from partway.operator.spec import ROLES, SCHEDULER, SERVER, WORKER, Spec, parsed
 
-SETTLE = 10.0  # seconds in which the others end, too, where one has ended: the first reason is what counts
+SETTLE = 10.0  # seconds in which the others end, too, after one has ended: the first reason counts
 _DELAY, _LONGEST = 10.0, 300.0  # seconds before pods are started again, doubled each time; the first time at once
 
 
 @dataclass(frozen=True)
 class Make:
-    """Make a pod."""
+    """Create a pod."""
 
     role: str
     index: int
@@ -30,17 +30,17 @@ class Make:
 
 @dataclass(frozen=True)
 class MakeSecret:
-    """Make the secret that the processes share, and write its name into the status."""
+    """Create the secret that the processes share, and write its name into the status."""
 
 
 @dataclass(frozen=True)
 class MakeService:
-    """Make the headless service by which the scheduler is found."""
+    """Create the headless service by which the scheduler is found."""
 
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete a pod, if it is still that one."""
+    """Delete a pod, if it still has this uid."""
 
     name: str
     uid: str
@@ -48,7 +48,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class DeleteService:
-    """Delete the scheduler's service, if it is still that one."""
+    """Delete the scheduler's service, if it still has this uid."""
 
     name: str
     uid: str
@@ -61,7 +61,7 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class Tell:
-    """An event, for `kubectl describe`."""
+    """An event for `kubectl describe`."""
 
     reason: str
     message: str
@@ -73,10 +73,10 @@ Action = Make | MakeSecret | MakeService | Delete | DeleteService | DeleteJob | 
 
 @dataclass(frozen=True)
 class Hindrance:
-    """Why something could not be made, the last time it was tried.
+    """Why an object could not be created, at the last attempt.
 
-    refused    what the API server says
-    taken      whose names it has
+    refused    the message of the API server
+    taken      the owner of the name
     """
 
     refused: str = ""
@@ -88,7 +88,7 @@ UNHINDERED = Hindrance()
 
 @dataclass(frozen=True)
 class Decision:
-    """The status to write, then what to do; and in how many seconds to look again, if nothing happens before."""
+    """The status to write, then the actions; and the seconds after which to look again, if nothing happens before."""
 
     status: Status
     actions: tuple[Action, ...] = ()
@@ -99,16 +99,16 @@ def decide(
     job: Mapping[str, Any], pods: Sequence[Pod], services: Mapping[str, str], now: float,
     hindrance: Hindrance = UNHINDERED,
 ) -> Decision:  # fmt: skip
-    """What is to be done for `job`, an object of the API.
+    """The decision for `job`, an object of the API.
 
     pods         those that it owns
     services     those that it owns: uids by name
     now          seconds since 1970
-    hindrance    why not all that it needs could be made
+    hindrance    why not all of its objects could be created
     """
     before = Status.of(job.get("status"))
     if job["metadata"].get("deletionTimestamp"):
-        return Decision(before)  # all that belongs to it goes with it
+        return Decision(before)  # all its objects go with it
     found = _decided(job, before, pods, services, now, hindrance)
     status = replace(found.status, generation=job["metadata"].get("generation", 0))
     return replace(found, status=status, actions=(*_told(before, status), *found.actions))
@@ -122,7 +122,7 @@ def _decided(
     invalid = (failed := before.condition("Failed")) is not None and failed.holds and failed.reason == "InvalidSpec"
     if before.over and not (invalid and before.generation != job["metadata"].get("generation", 0)):
         return _over(job, spec, before, pods, services, now)
-    if spec is None and before.start is not None:  # a wrong change stops nothing that runs
+    if spec is None and before.start is not None:  # a wrong change stops no running job
         return Decision(before.having("Invalid", True, "InvalidSpec", "; ".join(problems), now))
     if spec is None:
         status = before.having("Failed", True, "InvalidSpec", "; ".join(problems), now)
@@ -157,7 +157,7 @@ def _over(
     job: Mapping[str, Any], spec: Spec | None, status: Status, pods: Sequence[Pod], services: Mapping[str, str],
     now: float,
 ) -> Decision:  # fmt: skip
-    """Of a job that is over: what is left of it goes."""
+    """The decision for a job that is over: clean up its objects."""
     status = replace(status, replicas=_counts(pods), ready=_ready(pods, len(pods)))
     if spec is None:
         return Decision(status, _deleted(pods))
@@ -175,12 +175,12 @@ def _over(
 
 
 def _deleted(pods: Sequence[Pod]) -> tuple[Delete, ...]:
-    """Delete pods that are not being deleted already."""
+    """Deletions of pods that are not being deleted already."""
     return tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted)
 
 
 class _Course:
-    """A decision for a job that is to run."""
+    """A decision for a job that should run."""
 
     def __init__(
         self, job: Mapping[str, Any], spec: Spec, status: Status, pods: Sequence[Pod], services: Mapping[str, str],
@@ -193,7 +193,7 @@ class _Course:
         self._again: list[float] = []
 
     def decided(self) -> Decision:
-        """The decision: first whether the job is over, then which pods there are to be."""
+        """The decision: first whether the job is over, then which pods it should have."""
         self._begin()
         outcome = self._outcome()
         if outcome is not None:
@@ -207,10 +207,10 @@ class _Course:
         actions = tuple(self._wanted_actions())
         return Decision(self._described(), actions, min(self._again, default=None))
 
-    # -- What is wanted
+    # -- The wanted pods
 
     def _wanted(self) -> Iterator[tuple[str, str, int]]:
-        """(name, role, index) of each pod that there is to be."""
+        """(name, role, index) of each pod that the job should have."""
         for role in ROLES:
             for index in range(self._spec.count(role)):
                 yield name_of(self._name, role, index), role, index
@@ -219,7 +219,7 @@ class _Course:
         return f"{self._status.attempt}.{self._status.attempts.get(name, 0)}"
 
     def _current(self, role: str | None = None) -> list[Pod]:
-        """The pods that are wanted and there, of the present attempt."""
+        """The existing wanted pods of the present attempt."""
         return [
             self._by_name[name]
             for name, its, _ in self._wanted()
@@ -234,12 +234,12 @@ class _Course:
             self._status = replace(self._status, start=self._now, size=workers)
             self._status = self._status.having("Created", True, "JobCreated", f"{self._name} is created", self._now)
         elif self._status.size != workers:
-            if self._spec.count(SERVER) == 0:  # ranks know how many they are: all begin again
+            if self._spec.count(SERVER) == 0:  # ranks depend on their number: all start again
                 self._status = replace(self._status, attempt=self._status.attempt + 1, attempts={}, complete=False)
             self._status = replace(self._status, size=workers)
 
     def _outcome(self) -> tuple[bool, str, str] | None:
-        """Whether the job has succeeded, why, and what is said of it; None if it is not over."""
+        """Whether the job has succeeded, the reason, and the message; None if it is not over."""
         workers = self._current(WORKER)
         good = [pod for pod in workers if pod.phase == "Succeeded"]
         lost = [pod for pod in self._failed() if not self._is_tried_again(pod)]
@@ -263,7 +263,7 @@ class _Course:
         return None
 
     def _failed(self) -> list[Pod]:
-        """The pods whose end is a failure, or that are not to end."""
+        """The pods whose end is a failure, or that should not end."""
         return [
             pod
             for pod in self._current()
@@ -272,7 +272,7 @@ class _Course:
         ]
 
     def _policy(self, pod: Pod) -> str:
-        """The restartPolicy of a pod that is wanted."""
+        """The restartPolicy of a wanted pod."""
         said = self._spec.role(pod.role)
         assert said is not None
         return said.restartPolicy
@@ -286,25 +286,25 @@ class _Course:
         return True
 
     def _may_lack(self, pod: Pod) -> bool:
-        """Whether the job goes on without this worker, for good."""
+        """Whether the job continues without this worker, for good."""
         elastic = self._spec.elastic
         if pod.role != WORKER or elastic is None or self._spec.count(SERVER) == 0:
             return False
         return self._spec.count(WORKER) - self._given_up() >= elastic.minWorkers
 
     def _given_up(self) -> int:
-        """How many workers have failed for good, where a job may go on without."""
+        """The number of workers that have failed for good, in a job that may continue without them."""
         if self._spec.elastic is None or self._spec.count(SERVER) == 0:
             return 0
         return sum(pod.role == WORKER and not self._is_tried_again(pod) for pod in self._failed())
 
     def _is_one_missing(self) -> bool:
-        """Whether somebody has deleted one of pods that have to be there together."""
+        """Whether somebody has deleted a pod of a job that needs all its pods."""
         there = [pod for pod in self._current() if not pod.deleted]
         return self._spec.together and self._status.complete and len(there) < len(list(self._wanted()))
 
     def _settled(self) -> bool:
-        """Whether those that end because another has, have ended as well; else look again."""
+        """Whether the pods that end because another has, have ended as well; else look again later."""
         if not self._spec.together:
             return True
         if all(pod.ended for pod in self._current(WORKER)):
@@ -313,7 +313,7 @@ class _Course:
         return self._is_past(first + SETTLE)
 
     def _count_restarts(self) -> None:
-        """Raise the numbers of what is to be started again."""
+        """Raise the attempt numbers of pods to start again."""
         again = [pod for pod in self._failed() if self._is_tried_again(pod)]
         again = [pod for pod in again if pod.phase == "Failed" or self._stays_ended(pod)]
         if self._spec.together and (self._is_one_missing() or (again and self._settled())):
@@ -331,11 +331,11 @@ class _Course:
             self._restart(len(again), f"{why}; started again", attempts=attempts)
 
     def _stays_ended(self, pod: Pod) -> bool:
-        """Whether a server that ended well did not do so because the job is over, which is seen a moment later."""
+        """Whether a server ended although the job is not over, which would show a moment later."""
         return self._is_past(pod.finished + SETTLE)
 
     def _is_past(self, moment: float) -> bool:
-        """Whether a moment is over; else it is looked again then."""
+        """Whether a moment is over; if not, look again then."""
         left = moment - self._now
         if left > 0:
             self._again.append(left)
@@ -353,7 +353,7 @@ class _Course:
         )
         lacking = [each for each in wanted if each[0] not in self._by_name]
         if any(pod.attempt.partition(".")[0] != str(self._status.attempt) for pod in self._pods):
-            lacking = []  # new ones would find the scheduler of the attempt before, which ends
+            lacking = []  # new ones would find the scheduler of the previous attempt, which ends
         if lacking and not self._is_past(self._not_before()):
             lacking = [each for each in lacking if not self._is_delayed(each[0])]
         if self._spec.count(SCHEDULER) and not self._status.secret:
@@ -369,13 +369,13 @@ class _Course:
         return self._status.attempts.get(name, 0) > 0 or self._spec.together
 
     def _not_before(self) -> float:
-        """When what ended may be started again."""
+        """The time from which ended pods may be started again."""
         times = self._status.restarts
         if times < 2 or self._status.restarted is None:
             return 0.0
         return self._status.restarted + min(_DELAY * 2.0 ** min(times - 2, 10), _LONGEST)
 
-    # -- What is said
+    # -- The status
 
     def _described(self) -> Status:
         """The status, with phase, counts and conditions."""
@@ -409,12 +409,12 @@ class _Course:
         return replace(status, phase=phase, ready=_ready(current, total), replicas=_counts(self._pods))
 
     def _is_whole(self) -> bool:
-        """Whether all that the job needs is there."""
+        """Whether all objects of the job exist."""
         served = self._spec.count(SCHEDULER) == 0 or len(self._services) > 0
         return served and all(name in self._by_name for name, _, _ in self._wanted())
 
     def _ended(self, well: bool, reason: str, message: str) -> Decision:
-        """The job is over."""
+        """The decision that the job is over."""
         kind, status = "Succeeded" if well else "Failed", self._status
         for other in ("Running", "Restarting", "Conflict"):
             if status.condition(other) is not None:
@@ -423,7 +423,7 @@ class _Course:
         status = replace(
             status, phase=kind, end=self._now, replicas=_counts(self._pods), ready=_ready(self._pods, len(self._pods))
         )
-        return Decision(status, again=0.0)  # what is left goes when this is written
+        return Decision(status, again=0.0)  # the rest is cleaned up when this is written
 
     def _last(self) -> str:
         failed = [pod for pod in self._pods if pod.phase == "Failed"]
@@ -435,7 +435,7 @@ def _is_killed(pod: Pod) -> bool:
 
 
 def _end_of(pod: Pod) -> str:
-    """How a pod ended, in words."""
+    """The end of a pod, in words."""
     if pod.trouble:
         return f"{pod.name} was ended: {pod.trouble}"
     if pod.code is None:
@@ -463,7 +463,7 @@ def _ready(pods: Sequence[Pod], total: int) -> str:
 
 
 def _told(before: Status, after: Status) -> Iterator[Tell]:
-    """Events of the conditions that have turned, or of restarts that were counted."""
+    """Events for conditions that have turned, or for restarts that were counted."""
     for each in after.conditions:
         old = before.condition(each.kind)
         again = each.kind == "Restarting" and after.restarts > before.restarts

@@ -1,4 +1,4 @@
-"""The answer to probes of Kubernetes: 200 while the operator does its work, 503 with the reason while it does not."""
+"""The answer to probes of Kubernetes: 200 while the operator works, 503 with the reason while it does not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from urllib.parse import urlsplit
 
 from partway.strategy import RuntimeStateError
 
-_PATIENCE = 5.0  # seconds for a request to come in
+_PATIENCE = 5.0  # seconds for a request to arrive
 
 
 @asynccontextmanager
 async def answering(url: str | None, trouble: Callable[[], str]) -> AsyncIterator[None]:
-    """Answer at `url`, such as http://0.0.0.0:8080/healthz, by what `trouble` says: "" is 200. None: do not answer.
+    """Answer at `url`, such as http://0.0.0.0:8080/healthz, with the result of `trouble`: "" is 200. None: do not
+    answer.
 
-    Raises RuntimeStateError where nobody can listen there.
+    Raises RuntimeStateError if it cannot listen there.
     """
     if url is None:
         yield

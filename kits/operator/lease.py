@@ -1,4 +1,4 @@
-"""The Lease of which one operator holds it and works, by the leader election of the Kubernetes client."""
+"""The Lease that one operator holds to work, by the leader election of the Kubernetes client."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DURATION, _DEADLINE, _RETRY = 15, 10, 2  # seconds: of the lease, to renew it, 
 
 
 class _Lock:
-    """The Lease as leader election asks for it. Here an API server that does not answer is a failure like any other;
-    the client's own lock lets the exception through, which ends the thread of the election."""
+    """The Lease in the form that leader election needs. An API server that does not answer is a failure like any other
+    here; the client's own lock lets the exception through, which ends the thread of the election."""
 
     def __init__(self, name: str, namespace: str, identity: str) -> None:
         self.name, self.namespace, self.identity = name, namespace, identity
@@ -33,7 +33,7 @@ class _Lock:
         self.trouble = "not asked for yet"
 
     def get(self, name: str, namespace: str) -> tuple[bool, Any]:
-        """Whether it is there, and its record or the error."""
+        """Whether it exists, and its record or the error."""
         found: Any
         try:
             there, found = self._lock.get(name, namespace)
@@ -44,11 +44,11 @@ class _Lock:
         return there, found
 
     def create(self, name: str, namespace: str, election_record: Any) -> bool:
-        """Whether it could be made."""
+        """Create it, and return whether that succeeded."""
         return self._tried("made", partial(self._lock.create, name, namespace, election_record))
 
     def update(self, name: str, namespace: str, updated_record: Any) -> bool:
-        """Whether it could be written."""
+        """Write it, and return whether that succeeded."""
         return self._tried("written", partial(self._lock.update, name, namespace, updated_record))
 
     def _tried(self, what: str, method: Callable[[], bool]) -> bool:
@@ -63,8 +63,8 @@ class _Lock:
 
 
 class Lease:
-    """The candidacy of this process for a Lease. It ends the process when the lease cannot be held any more: another
-    one works then.
+    """The candidacy of this process for a Lease. It ends the process when it loses the lease, since another one works
+    then.
 
     name    NAMESPACE/NAME
     held    is called once this process holds it, from a thread
@@ -81,7 +81,7 @@ class Lease:
 
     @property
     def trouble(self) -> str:
-        """Why it is not known who holds the lease; "" if it is."""
+        """Why the holder of the lease is unknown; "" if it is known."""
         return self._lock.trouble and f"lease {self._name}: {self._lock.trouble}"
 
     def start(self) -> None:

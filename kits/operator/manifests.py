@@ -1,4 +1,4 @@
-"""The yaml that a person applies: what installs the operator, and jobs."""
+"""The yaml that a person applies: the installation of the operator, and jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 100_000  # values of a yaml, which an API server would not take either
 
 _NAME = "partway-operator"
 _PORT = 8080
-_JOBS = {  # what it needs where jobs are: by API group and resource, the verbs
+_JOBS = {  # its rights in the namespaces of jobs: by API group and resource, the verbs
     "": {
         "pods": "create delete list watch", "services": "create delete list watch", "secrets": "create",
         "events": "create",
@@ -28,7 +28,7 @@ _JOBS = {  # what it needs where jobs are: by API group and resource, the verbs
 
 
 def yaml() -> Any:
-    """PyYAML. Raises RuntimeStateError."""
+    """Import PyYAML. Raises RuntimeStateError if it is missing."""
     try:
         import yaml as module
     except ImportError as error:
@@ -44,11 +44,10 @@ def text(objects: Sequence[Mapping[str, Any]]) -> str:
 
 
 def installation(namespace: str, image: str, watched: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All that installs the operator: the definition, its account, the least that it may do, and its Deployment.
+    """All objects that install the operator: the definition, its account, its minimal rights, and its Deployment.
 
     namespace    where it runs
-    watched      the namespaces whose jobs it serves, which are there already: it may do something in these alone;
-                 none: all namespaces
+    watched      the existing namespaces whose jobs it serves: it has rights in these alone; none: all namespaces
     """
     args = ["operator", "run", "--lease", f"{namespace}/{_NAME}", "--health", f"http://0.0.0.0:{_PORT}/healthz"]
     probe = {"httpGet": {"path": "/healthz", "port": _PORT}, "periodSeconds": 10}
@@ -59,7 +58,7 @@ def installation(namespace: str, image: str, watched: Sequence[str] = ()) -> lis
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
         "securityContext": SECURITY,
         "readinessProbe": probe,
-        "livenessProbe": {**probe, "failureThreshold": 30},  # it mends itself first: an API server may be away
+        "livenessProbe": {**probe, "failureThreshold": 30},  # it recovers by itself first: an API server may be away
         "env": [{"name": "HOME", "value": "/tmp"}],
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }  # fmt: skip
@@ -96,13 +95,13 @@ def _job_rules() -> list[dict[str, Any]]:
 
 
 def _lease_rules() -> list[dict[str, Any]]:
-    """Make leases, and use the operator's own."""
+    """The rights to create leases, and to use the operator's own."""
     lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
     return [{**lease, "verbs": ["create"]}, {**lease, "resourceNames": [_NAME], "verbs": ["get", "update"]}]
 
 
 def _allowed(where: str | None, name: str, rules: list[dict[str, Any]], namespace: str) -> list[dict[str, Any]]:
-    """A role and its binding to the operator's account: of one namespace, or of the cluster where that is None."""
+    """A role and its binding to the operator's account: in one namespace, or in the cluster if that is None."""
     kind = "ClusterRole" if where is None else "Role"
     metadata = {"name": name, **({} if where is None else {"namespace": where})}
     account = {"kind": "ServiceAccount", "name": _NAME, "namespace": namespace}
@@ -119,7 +118,7 @@ def _allowed(where: str | None, name: str, rules: list[dict[str, Any]], namespac
 def job(
     script: str, arguments: Sequence[str], workers: int, servers: int, image: str, name: str = "", namespace: str = ""
 ) -> dict[str, Any]:
-    """A job that runs a script of an image. Raises RuntimeStateError for one that is wrong."""
+    """A job that runs a script of an image. Raises RuntimeStateError for a wrong one."""
     stem = PurePosixPath(script).stem.lower()
     name = name or "".join(each if each.isascii() and each.isalnum() else "-" for each in stem).strip("-")
     container = {"name": "partway", "image": image, "command": ["python", script, *arguments]}
@@ -140,7 +139,8 @@ def job(
 
 
 def _count(value: Any, known: dict[int, int]) -> int:
-    """How many values `value` is, each as often as an alias repeats it. Raises ValueError where it holds itself."""
+    """The number of values in `value`, each counted as often as an alias repeats it. Raises ValueError if it contains
+    itself."""
     if not isinstance(value, Mapping | list | tuple | set):
         return 1
     if id(value) not in known:
@@ -153,7 +153,7 @@ def _count(value: Any, known: dict[int, int]) -> int:
 
 
 def check(written: str | bytes) -> list[str]:
-    """All that is wrong with the jobs of a yaml, each with what it accepts; nothing where they are right."""
+    """All problems of the jobs in a yaml, each with the accepted values; empty if there are none."""
     module = yaml()
     try:
         objects = [each for each in module.safe_load_all(written) if each is not None]

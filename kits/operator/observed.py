@@ -1,4 +1,4 @@
-"""What a decision looks at: the pods of a job as far as they matter, and the status as the operator keeps it."""
+"""The input of a decision: the relevant facts about the pods of a job, and the status that the operator keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partway.operator.spec import GROUP, SCHEDULER, SERVER, WORKER
 _LABELS = ("job", "job-uid", "role", "index", "attempt")
 JOB, UID, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in _LABELS)
 KINDS = {SCHEDULER: "scheduler", SERVER: "ps", WORKER: "worker"}
-_BEGINNING = frozenset({"ContainerCreating", "PodInitializing"})  # reasons to wait that are none
+_BEGINNING = frozenset({"ContainerCreating", "PodInitializing"})  # reasons to wait that are no trouble
 
 
 def name_of(job: str, role: str, index: int) -> str:
@@ -24,10 +24,10 @@ def name_of(job: str, role: str, index: int) -> str:
 class Pod:
     """A pod of a job.
 
-    attempt      the attempt that it was made for
+    attempt      the attempt that it was created for
     phase        as Kubernetes says: Pending, Running, Succeeded, Failed
-    code         with what status its process ended; None where it has not, or where nothing is known of it
-    finished     when; seconds since 1970
+    code         the exit status of its process; None while it runs, or if it is unknown
+    finished     the time of its end; seconds since 1970
     trouble      why it does not start, in Kubernetes' words
     deleted      whether it is being deleted
     """
@@ -51,7 +51,7 @@ class Pod:
 
     @classmethod
     def of(cls, pod: Mapping[str, Any]) -> Pod | None:
-        """That of an object of the API; None for one that is not a job's."""
+        """The pod in an object of the API; None for one that is not a job's."""
         metadata, status = pod["metadata"], pod.get("status") or {}
         labels = metadata.get("labels") or {}
         role = next((role for role, kind in KINDS.items() if kind == labels.get(ROLE)), None)
@@ -96,7 +96,7 @@ def _trouble(containers: Any, conditions: Any, status: Any, phase: str) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition of a job, as those of other objects of Kubernetes."""
+    """A condition of a job, like those of other objects of Kubernetes."""
 
     kind: str
     holds: bool
@@ -107,15 +107,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Status:
-    """The status of a job, which is all that the operator knows of its past.
+    """The status of a job, the operator's only memory of its past.
 
     start, end, restarted    seconds since 1970
     restarts     how often pods were started again
     attempt      how often all of them were
-    attempts     of pods that were started again alone: how often
-    complete     whether all pods of this attempt were there
-    size         how many workers this attempt was made for
-    secret       the name of the secret that was made for its processes
+    attempts     how often each pod was started again alone
+    complete     whether all pods of this attempt have been there
+    size         the number of workers that this attempt was made for
+    secret       the name of the secret that was created for its processes
     replicas     by role: how many pods are active, ready, succeeded, failed
     """
 
@@ -136,7 +136,7 @@ class Status:
     conditions: tuple[Condition, ...] = ()
 
     def condition(self, kind: str) -> Condition | None:
-        """A condition, if it was ever set."""
+        """A condition; None if it was never set."""
         return next((each for each in self.conditions if each.kind == kind), None)
 
     def holds(self, kind: str) -> bool:
@@ -145,7 +145,7 @@ class Status:
         return found is not None and found.holds
 
     def having(self, kind: str, holds: bool, reason: str, message: str, now: float) -> Status:
-        """With a condition; its time changes only where it turns."""
+        """The status with a condition; its time changes only if it turns."""
         old = self.condition(kind)
         since = old.since if old is not None and old.holds == holds else now
         new = Condition(kind, holds, reason, message, since)
@@ -160,7 +160,7 @@ class Status:
 
     @classmethod
     def of(cls, status: Mapping[str, Any] | None) -> Status:
-        """That of an object of the API."""
+        """The status in an object of the API."""
         kept = status or {}
         return cls(
             phase=kept.get("phase", ""),
@@ -190,7 +190,7 @@ class Status:
         )
 
     def to_api(self) -> dict[str, Any]:
-        """As an object of the API has it."""
+        """The status as an object of the API."""
         found = {
             "phase": self.phase, "ready": self.ready, "observedGeneration": self.generation,
             "startTime": text_of(self.start), "completionTime": text_of(self.end),
@@ -211,12 +211,12 @@ class Status:
 
 
 def is_owned(found: Mapping[str, Any], uid: str) -> bool:
-    """Whether an object belongs to the job of this uid. A name or a label says nothing: anybody may give them."""
+    """Whether an object belongs to the job of this uid. A name or a label proves nothing: anybody may set them."""
     return any(owner.get("uid") == uid for owner in found["metadata"].get("ownerReferences") or ())
 
 
 def pods_of(objects: Iterable[Mapping[str, Any]], uid: str) -> tuple[Pod, ...]:
-    """The pods that a job owns, by name."""
+    """The pods that a job owns, sorted by name."""
     owned = [each for each in objects if is_owned(each, uid)]
     return tuple(sorted((pod for each in owned if (pod := Pod.of(each)) is not None), key=lambda pod: pod.name))
 
@@ -227,5 +227,5 @@ def seconds_of(text: str | None) -> float | None:
 
 
 def text_of(seconds: float | None) -> str | None:
-    """The other way round; whole seconds."""
+    """A time as text of the API, in whole seconds."""
     return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""The objects that a job is made of: its pods, the service of its scheduler, the secret that its processes share."""
+"""The objects of a job: its pods, the service of its scheduler, the secret that its processes share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partway.operator.observed import ATTEMPT, INDEX, JOB, KINDS, ROLE, UID, nam
 from partway.operator.spec import API, KIND, SCHEDULER, SERVER, WORKER, Spec
 
 TLS = "/etc/partway/tls"
-READY = "/tmp/partway-ready"  # what a process writes when it has come to its job
+READY = "/tmp/partway-ready"  # a file that a process writes when it has joined its job
 _ROLES = {SCHEDULER: "MS_SCHED", SERVER: "MS_PSERVER", WORKER: "MS_WORKER"}
 _REQUESTS = {
     SCHEDULER: {"cpu": "250m", "memory": "512Mi"}, SERVER: {"cpu": "1", "memory": "1Gi"},
@@ -22,12 +22,13 @@ _POD_SECURITY = {"runAsNonRoot": True, "fsGroup": 1000, "seccompProfile": {"type
 
 
 def service_name(job: str) -> str:
-    """That of the service by which the scheduler is found."""
+    """The name of the service by which the scheduler is found."""
     return f"{job}-scheduler"
 
 
 def service(job: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
-    """The headless service of the scheduler. Its pod is found before it is ready: it is ready when others have come."""
+    """The headless service of the scheduler. Its pod is published before it is ready: it is ready when others have
+    come."""
     name = job["metadata"]["name"]
     return {
         "apiVersion": "v1",
@@ -43,8 +44,8 @@ def service(job: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
 
 
 def secret(job: Mapping[str, Any]) -> dict[str, Any]:
-    """A new secret for the processes of a job: only those that have it may join. The API server adds to its name, which
-    so is never that of a secret that somebody else has made."""
+    """A new secret for the processes of a job: only those that have it may join. The API server adds to its name, so
+    that it is never that of another person's secret."""
     metadata = _metadata(job, "", {})
     del metadata["name"]
     return {
@@ -57,8 +58,8 @@ def secret(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str) -> dict[str, Any]:
-    """A pod: the template of its role, and what the job adds. What the template says of security, resources and probes
-    is left as it is."""
+    """A pod: the template of its role, with the job's additions. The template's security, resources and probes stay as
+    they are."""
     name = job["metadata"]["name"]
     said = spec.role(role)
     assert said is not None
@@ -69,7 +70,7 @@ def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str)
     if own.get("annotations"):
         metadata["annotations"] = own["annotations"]
     body = made["spec"]
-    body["restartPolicy"] = "Never"  # the operator starts it again, which counts it
+    body["restartPolicy"] = "Never"  # the operator starts it again, and counts that
     body.setdefault("securityContext", copy.deepcopy(_POD_SECURITY))
     body.setdefault("automountServiceAccountToken", False)
     for container in body["containers"]:
@@ -94,7 +95,7 @@ def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str)
 
 
 def _variables(job: Mapping[str, Any], spec: Spec, role: str, index: int) -> list[dict[str, Any]]:
-    """The variables of a process. A job of one worker and nobody else has none of the scheduler's."""
+    """The environment variables of a process. A job of one worker and nothing else has none of the scheduler's."""
     found = {"HOME": "/tmp"}
     if spec.count(SCHEDULER) == 0:
         return [{"name": key, "value": value} for key, value in found.items()]
@@ -120,7 +121,7 @@ def _variables(job: Mapping[str, Any], spec: Spec, role: str, index: int) -> lis
 
 
 def _probe(spec: Spec, role: str) -> dict[str, Any]:
-    """The scheduler is ready when it listens, the others when they have come to the job."""
+    """The readiness probe: the scheduler is ready when it listens, the others when they have joined the job."""
     check = {"tcpSocket": {"port": spec.schedulerPort}} if role == SCHEDULER else {"exec": {"command": ["cat", READY]}}
     return {**check, "periodSeconds": 5}
 

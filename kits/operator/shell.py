@@ -1,8 +1,8 @@
-"""The operator as a process: watches of jobs, pods and services say which job is to be looked at; decision.py says what
-is to be done, and this does it by the Kubernetes client.
+"""The operator as a process: watches of jobs, pods and services tell which job to examine; decision.py decides, and
+this module carries out the decision by the Kubernetes client.
 
-A job is read, decided on and written anew each time, and by one task at a time; what happens meanwhile has it looked at
-once more. Nothing is remembered that a new process would need.
+A job is read, decided on and written each time, by one task at a time; a change meanwhile makes it examine the job
+again. It remembers nothing that a new process would need.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from partway.operator.spec import API, KIND, PLURAL, Spec, parsed
 from partway.operator.watch import ObjectWatch, reason_of
 
 logger = logging.getLogger("partway.operator")
-GATHER = 0.2  # seconds in which the events of a job are taken together
-AGAIN = 5.0  # seconds until a job is looked at again where the API server did not answer as it should
-_WORKERS = 8  # jobs that are looked at at the same time
+GATHER = 0.2  # seconds in which the events of a job are collected
+AGAIN = 5.0  # seconds until a job is examined again after an unexpected answer of the API server
+_WORKERS = 8  # jobs that are examined at the same time
 
 Key = tuple[str, str]  # namespace and name
 
 
 class Operator:
-    """Looks at jobs, each as often as something of it changes."""
+    """Examines jobs, each when one of its objects changes."""
 
     def __init__(self, cluster: Cluster, now: Callable[[], float] = time.time) -> None:
         self._cluster, self._now = cluster, now
-        self._hindered: dict[Key, Hindrance] = {}  # why something that was to be made was not
+        self._hindered: dict[Key, Hindrance] = {}  # why an object could not be created
         self._due: dict[Key, asyncio.TimerHandle] = {}
         self._busy: set[Key] = set()
         self._once_more: set[Key] = set()
@@ -60,13 +60,13 @@ class Operator:
 
     @property
     def calls(self) -> int:
-        """How often the API server was asked."""
+        """The number of requests to the API server."""
         return self._cluster.calls
 
-    # -- When
+    # -- The schedule
 
     def touch(self, namespace: str, name: str, delay: float = GATHER) -> None:
-        """Look at a job soon; where it is to be looked at later, sooner."""
+        """Examine a job soon; if that is planned for later, do it sooner."""
         key = namespace, name
         loop = asyncio.get_running_loop()
         when = loop.time() + delay
@@ -100,10 +100,10 @@ class Operator:
             if again is not None:
                 self.touch(*key, delay=max(again, GATHER))
 
-    # -- What
+    # -- The work
 
     def look(self, namespace: str, name: str) -> float | None:
-        """Look at a job, and do what is to be done. In how many seconds to look again."""
+        """Examine a job, and carry out the decision. Returns the seconds after which to look again, if any."""
         key = namespace, name
         self.looks += 1
         job = self._cluster.job(namespace, name)
@@ -143,7 +143,7 @@ class Operator:
             else:
                 continue
             if isinstance(action, MakeSecret | MakeService):
-                break  # no process is to begin without them
+                break  # no process may start without them
         hindrance = Hindrance(refused, "; ".join(taken[:3]))
         if hindrance == self._hindered.get(key, UNHINDERED):
             return decision.again
@@ -152,16 +152,16 @@ class Operator:
         else:
             self._hindered[key] = hindrance
             logger.warning("%s/%s: %s", *key, refused or hindrance.taken)
-        return 0.0  # the status is to say so
+        return 0.0  # the status has to say so
 
     def _act(self, job: dict[str, Any], spec: Spec | None, action: Action) -> dict[str, Any]:
-        """Carry out one action. The job as it is then."""
+        """Carry out one action, and return the new job."""
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         match action:
             case Make(role, index, attempt):
                 assert spec is not None
                 self._cluster.make("pod", pods.pod(job, spec, role, index, attempt))
-            case MakeSecret():  # only what was made just now is known to nobody else
+            case MakeSecret():  # only this process knows the secret that was just created
                 secret = self._cluster.make_secret(pods.secret(job))
                 return self._cluster.write_status(job, {**job["status"], "secret": secret})
             case MakeService():
@@ -194,7 +194,7 @@ def _event(job: dict[str, Any], reason: str, message: str, warning: bool, now: f
 
 
 def _refusal(action: Action, error: Any) -> str:
-    """Why the API server did not take something."""
+    """Why the API server refused a request."""
     match action:
         case Make(role, index, _):
             what = f"{role} {index}"
@@ -206,14 +206,14 @@ def _refusal(action: Action, error: Any) -> str:
 
 
 def run(namespaces: tuple[str, ...] = (), lease: str | None = None, health: str | None = None) -> None:
-    """Be the operator, until SIGTERM.
+    """Run the operator, until SIGTERM.
 
     namespaces   those that it serves; none: all
-    lease        NAMESPACE/NAME of a Lease: of several operators the one that holds it works; None: it is alone
-    health       where it answers 200, such as http://0.0.0.0:8080/healthz, or 503 with the reason while it cannot watch
-                 jobs, pods or services
+    lease        NAMESPACE/NAME of a Lease: of several operators the holder works; None: it is alone
+    health       the URL where it answers 200, such as http://0.0.0.0:8080/healthz, or 503 with the reason while it
+                 cannot watch jobs, pods or services
 
-    Raises RuntimeStateError where the extra is missing, no cluster is configured, or nobody can listen at `health`.
+    Raises RuntimeStateError if the extra is missing, no cluster is configured, or it cannot listen at `health`.
     """
     asyncio.run(_run(Cluster.connected(), namespaces, lease, health))
 

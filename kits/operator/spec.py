@@ -1,4 +1,4 @@
-"""What a PartwayJob says. Each field is here once: the schema that the API server enforces is made from it (crd.py)."""
+"""The fields of a PartwayJob. Each is here once: the schema that the API server enforces is made from them (crd.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _JobPart(BaseModel):
 
 
 class RunPolicy(_JobPart):
-    """When a job is over, and what is left of it then."""
+    """When a job is over, and what remains of it then."""
 
     cleanPodPolicy: Literal["Running", "None", "All"] = Field(
         default="Running",
@@ -42,7 +42,7 @@ class RunPolicy(_JobPart):
 
 
 class Elastic(_JobPart):
-    """That the others go on where a worker is lost."""
+    """Lets the other workers continue when one is lost."""
 
     minWorkers: Annotated[int, Field(ge=1, le=1000)] = Field(
         description="With how many workers the job is running, and may succeed."
@@ -62,7 +62,7 @@ class Replicas(_JobPart):
 
 
 class Workers(Replicas):
-    """The pods of workers, of which there is one at least."""
+    """The pods of workers, at least one."""
 
     replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="How many pods.")
 
@@ -93,28 +93,29 @@ class Spec(_JobPart):
     replicaSpecs: Roles
 
     def role(self, name: str) -> Replicas | None:
-        """What is said of a role."""
+        """The fields of a role; None if the job does not have it."""
         found: Replicas | None = getattr(self.replicaSpecs, name)
         return found
 
     def count(self, name: str) -> int:
-        """How many pods a role has."""
+        """The number of pods of a role."""
         found = self.role(name)
         return found.replicas if found is not None else 0
 
     @property
     def together(self) -> bool:
-        """Whether the processes cannot go on without one of them, so that all start again: ranks without servers."""
+        """Whether the processes cannot continue without any one of them, so that all start again: ranks without
+        servers."""
         return self.count(SCHEDULER) > 0 and self.count(SERVER) == 0 and self.elastic is None
 
     @property
     def recovers(self) -> bool:
-        """Whether workers wait for one that takes a lost one's place (MS_ENABLE_RECOVERY)."""
+        """Whether workers wait for the replacement of a lost one (MS_ENABLE_RECOVERY)."""
         return self.elastic is not None and self.count(SERVER) == 0
 
 
 def parsed(job: Mapping[str, Any]) -> tuple[Spec | None, list[str]]:
-    """The spec of a job, and all that is wrong with it: fields with what they accept. None where anything is."""
+    """The spec of a job, and all its problems: fields with their accepted values. The spec is None if there are any."""
     problems = _of_the_whole(job)
     spec = job.get("spec")
     if not isinstance(spec, Mapping):
@@ -144,7 +145,7 @@ def _of_the_whole(job: Mapping[str, Any]) -> list[str]:
 
 
 def _told(error: Any) -> str:
-    """One of pydantic's errors, as a person who writes yaml reads it."""
+    """One of pydantic's errors, in words for a person who writes yaml."""
     where = ".".join(["spec", *(str(each) for each in error["loc"])])
     kind, given = error["type"], error.get("input")
     if kind == "missing":
@@ -178,7 +179,7 @@ def _model_of(model: Any, name: str) -> Any:
 
 
 def _together(spec: Spec) -> list[str]:
-    """What fields say that does not go together."""
+    """The conflicts between fields."""
     problems = []
     workers, servers, schedulers = (spec.count(role) for role in (WORKER, SERVER, SCHEDULER))
     if spec.role(SCHEDULER) is not None and schedulers != 1:

@@ -1,7 +1,7 @@
-"""Watches of the API server, which say which object has changed.
+"""Watches of the API server, which report the objects that change.
 
-A watch lists, and follows the changes from there. When that fails, for whatever reason, `trouble` says why, and it
-lists again: the list has what was made meanwhile. So definitions and API servers may come and go.
+A watch lists, and follows the changes from there. When that fails, for whatever reason, `trouble` has the reason, and
+it lists again: the list includes objects created meanwhile. So definitions and API servers may come and go.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Protocol
 logger = logging.getLogger("partway.operator")
 PAUSE = 1.0  # seconds between two requests of a watch
 _PAGE = 500  # objects of a list at a time
-_SECONDS = 60  # after which the API server ends the answer to a watch; the next request goes on where it ended
+_SECONDS = 60  # after which the API server ends the answer to a watch; the next request continues there
 _SILENCE = (10.0, 90.0)  # seconds to connect, and without a byte: then the connection is dead
 
 
 class Response(Protocol):
-    """What the Kubernetes client gives with _preload_content=False."""
+    """The answer of the Kubernetes client with _preload_content=False."""
 
     data: bytes
 
     def stream(self, amt: int | None, decode_content: bool) -> Iterator[bytes]:
-        """The body as it comes."""
+        """The body as it arrives."""
         ...
 
     def close(self) -> None:
@@ -35,10 +35,10 @@ class Response(Protocol):
 class ObjectWatch:
     """A watch of one kind of objects.
 
-    what       the kind and where, for messages
+    what       the kind and the namespace, for messages
     read       lists or watches the objects, by the options of the Kubernetes client
     changed    is called with the metadata of each object, from a thread
-    missing    what to do where the API server does not know the kind
+    missing    the advice if the API server does not know the kind
     trouble    why the objects are not watched; "" while they are
     """
 
@@ -54,7 +54,7 @@ class ObjectWatch:
         threading.Thread(target=self.run, name=f"partway watch of {self._what}", daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no further request."""
+        """Start no further request."""
         self._ends.set()
 
     def run(self) -> None:
@@ -80,7 +80,7 @@ class ObjectWatch:
         return f"{reason_of(error)}{hint}"
 
     def _listed(self) -> str:
-        """List all objects. The version from which to follow changes."""
+        """List all objects, and return the version from which to follow changes."""
         page: dict[str, Any] = {}
         while True:
             answer = self._read(limit=_PAGE, **page, _preload_content=False)
@@ -94,7 +94,8 @@ class ObjectWatch:
             page = {"_continue": found["metadata"]["continue"]}
 
     def _followed(self, version: str) -> str:
-        """Follow changes until the answer ends. The version from which to go on; "" if that is too old."""
+        """Follow changes until the answer ends, and return the version from which to continue; "" if that is too
+        old."""
         answer = self._read(
             watch=True, resource_version=version, timeout_seconds=_SECONDS, allow_watch_bookmarks=True,
             _preload_content=False, _request_timeout=_SILENCE,
@@ -126,7 +127,7 @@ def _lines(answer: Response) -> Iterator[bytes]:
 
 
 def reason_of(error: Any) -> str:
-    """Why a request failed, in a line: what the API server says, or else the error."""
+    """Why a request failed, in a line: the message of the API server, or else the error."""
     try:
         said: str = json.loads(error.body)["message"]
         return said

@@ -9,9 +9,9 @@ Without `enable_ps` the same lines train in this process.
 
     marks.py        `set_param_ps`: which parameters
     served.py       `optimizer`, `steps`, `share`: the loop
-    workers.py      what a worker's parameters are: this process's, or of a group of ranks
+    workers.py      a worker's parameters: those of this process, or of a group of ranks
     saving.py       `save`: a checkpoint of the whole, while training goes on
-    jobs.py         `partway ps`: all processes on this machine; live.py: what it shows
+    jobs.py         `partway ps`: all processes on this machine; live.py: its display
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`set_ps_context`: a parameter server; and that nothing leaves a host in plain, or `init` is an error."""
+"""`set_ps_context`: asks for a parameter server, or that no data leaves a host in plain; `init` provides it or
+fails."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from partway.strategy.errors import shown
 
 
 class _Config(BaseModel):
-    """The file of `config_file_path`."""
+    """The content of the file `config_file_path`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     secure_interfaces: list[str] = []
@@ -48,27 +49,28 @@ def set_ps_context(
     client_password: str = "",
     server_password: str = "",
 ) -> None:
-    """Ask for a parameter server, or that no byte of what is sent leaves a host in plain. Before `init`, everywhere.
+    """Ask for a parameter server, or that no byte leaves a host in plain. Call it before `init`, everywhere.
 
     enable_ps           gradients go to servers, which hold the parameters (docs/parameter_server.md)
     mode                "sync": a step waits for every worker's gradients, and applies their mean; "async": each
                         worker's are applied as they come
-    max_staleness       async: how many steps of others may be applied between what a worker computed from and its own;
-                        None: any
+    max_staleness       async: how many steps of others may be applied between a worker's read of the parameters
+                        and its own step; None: any
     durability          what the servers' parameters survive: "process" the death of processes, "disk" that of the
                         machine, "memory" nothing
-    shard_folder        where they are kept, for a job that goes on later or on another host; None: nowhere after the
-                        job
-    gradient_dtype      "bfloat16" or "float16": in which gradients are sent; None: their own
-    enable_ssl          whether that is asked; where it cannot be had, `init` raises RuntimeStateError and sends nothing
+    shard_folder        the folder of the parameters, for a job that continues later or on another host; None: they are
+                        not kept after the job
+    gradient_dtype      "bfloat16" or "float16": the dtype in which gradients are sent; None: their own
+    enable_ssl          True: no byte leaves a host in plain; if that is impossible, `init` raises RuntimeStateError and
+                        sends nothing
     config_file_path    a JSON file: "secure_interfaces" lists those that encrypt without being WireGuard's, and
                         "server_cert_path", "client_cert_path" and "ca_cert_path" name certificates (docs/security.md)
     secure_interface    the interface that all ranks use; without it they have to be on one host
-    client_password, server_password    of the files of certificates; "": what PARTWAY_SSL_PASSWORD says, or the file
-                        of "password_path"
+    client_password, server_password    of the files of certificates; "": that of PARTWAY_SSL_PASSWORD, or of the file
+                        "password_path"
 
-    Raises ContextError for wrong arguments, and for a file that cannot be read, that others may write, or that has keys
-    that are not known; RuntimeStateError for certificates that do not serve, and where the processes have joined.
+    Raises ContextError for wrong arguments, and for a file that is unreadable, writable by others, or has unknown keys;
+    RuntimeStateError for unsuitable certificates, and after the processes have joined.
     """
     given = {
         "config_file_path": config_file_path, "secure_interface": secure_interface,
@@ -124,7 +126,7 @@ def _served(
 
 
 def _certificates(config: _Config, folder: Path, client: str, server: str) -> Certificates | None:
-    """The certificates that the file names; paths are from its folder."""
+    """The certificates that the file names; paths are relative to its folder."""
     needed = ("server_cert_path", "client_cert_path", "ca_cert_path")
     missing = [name for name in needed if not getattr(config, name)]
     if len(missing) == len(needed):

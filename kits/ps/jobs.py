@@ -1,7 +1,7 @@
 """`partway ps`: the scheduler, the servers and the workers of a job on this machine, started and watched.
 
 A worker that dies is started again, with its number; so is the scheduler. Servers are Ray's actors, which Ray starts
-again. `partway ps scale` says how many there are to be from then on; this process starts and ends them.
+again. `partway ps scale` changes the numbers of workers and servers; this process starts and ends them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from partway.strategy.basics.files import json_of, save
 
 _C = ctypes.CDLL(None)
 _LOOK = 0.2  # seconds between two looks
-_STARTS = 300.0  # seconds in which the scheduler has to answer, which ends earlier where Ray does not start
-_LASTS = 60.0  # seconds after which a worker that fails does not count as one that fails again and again
+_STARTS = 300.0  # seconds in which the scheduler has to answer; it ends earlier if Ray does not start
+_LASTS = 60.0  # seconds after which the failure of a worker does not count as a repeated one
 _JOBS = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser() / "ps"
 
 
 @dataclass(frozen=True)
 class ServedJob:
-    """What to start.
+    """The job to start.
 
     restarts   how often each worker is started again that fails within a minute of its start
     port       of the scheduler; 0: a free one
-    shards     where the servers keep their parameters; None: nowhere after the job
+    shards     the folder of the servers' parameters; None: they are not kept after the job
     """
 
     script: Path
@@ -55,7 +55,7 @@ class ServedJob:
     quiet: bool = False
 
     def check(self) -> None:
-        """Raise RuntimeStateError for what cannot be started."""
+        """Raise RuntimeStateError for a job that cannot be started."""
         if not self.script.is_file():
             raise RuntimeStateError(f"there is no script {self.script}")
         for what, count in (("workers", self.workers), ("servers", self.servers)):
@@ -93,14 +93,14 @@ class _Running:
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, int] = {}
         self._began: dict[int, float] = {}
-        self._failures: dict[int, int] = {}  # one after another, each soon after its start
+        self._failures: dict[int, int] = {}  # consecutive failures, each soon after a start
         self._ended: dict[int, int] = {}
         self._scheduler: subprocess.Popen[bytes] | None = None
         self._asked = False
-        self._missed = 0  # how often the coordinator did not answer since it last did
+        self._missed = 0  # unanswered requests since the coordinator last answered
 
     def run(self, ours: TextIO) -> int:
-        """See `run`. `ours`: what it says goes there."""
+        """See `run`. `ours`: the stream of its messages."""
         for asks in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(asks, self._terminate)
         roles.protect(self._site)
@@ -176,7 +176,7 @@ class _Running:
         raise RuntimeStateError(f"the scheduler did not start in {_STARTS:g} s")
 
     def _look(self, view: LiveTable) -> None:
-        """See who has ended, and who is wanted."""
+        """Handle processes that have ended, and changes of the wanted numbers."""
         assert self._scheduler is not None
         if self._scheduler.poll() not in (None, 0) and self._workers:  # 0: all workers have left
             view.say("the scheduler is started again")
@@ -207,7 +207,7 @@ class _Running:
         view.show(lambda: self._ask("status"), self._starts)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """What the coordinator answers; None where it does not, now."""
+        """The coordinator's answer; None if it does not answer now."""
         try:
             answer = self._link.ask(COORDINATOR, method, *arguments, patience=5)
             self._missed = 0
@@ -246,7 +246,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
 
 @contextmanager
 def _ray_writes_to(log: Path) -> Iterator[TextIO]:
-    """Have what Ray writes to the output of this process, by Python or from C++, in a file. Gives where stderr goes."""
+    """Redirect Ray's output in this process, from Python or C++, to a file. Yields a stream to the original stderr."""
     kept = [os.dup(number) for number in (1, 2)]
     other = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     _redirect([other, other])
@@ -266,7 +266,7 @@ def _redirect(targets: list[int]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the system ask a process to end when the one that started it has gone, even if that was killed."""
+    """Make the system ask a process to end when its parent has gone, even if that was killed."""
     if sys.platform == "linux":
         _C.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -278,8 +278,8 @@ def _free_port() -> int:
 
 
 def scale(workers: int | None, servers: int | None, address: str) -> str:
-    """Have a job use as many workers and servers from now on: that at `address` ("host:port"), that of the environment
-    (MS_SCHED_HOST and MS_SCHED_PORT), or the last one that was started here. Returns what it is told."""
+    """Set the numbers of workers and servers of a job: the one at `address` ("host:port"), that of the environment
+    (MS_SCHED_HOST and MS_SCHED_PORT), or the last one that was started here. Returns a message for the user."""
     cluster.ray_is_there()
     if workers is None and servers is None:
         raise RuntimeStateError("nothing to change; give --workers, --servers or both")
@@ -309,7 +309,7 @@ def _link_to(address: str) -> Link:
 def _last_port() -> int:
     found = []
     for path in _JOBS.glob("*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):  # a file that another program wrote
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):  # a file of another program
             facts = json_of(path.read_bytes())
             os.kill(facts["process"], 0)
             found.append((facts["began"], facts["port"]))

@@ -1,4 +1,4 @@
-"""What `partway ps` shows while a job runs: its workers and servers, pushes a second, the version, staleness."""
+"""The display of `partway ps` while a job runs: its workers and servers, pushes a second, the version, staleness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY = 1.0  # seconds between two looks
 
 
 class LiveTable:
-    """A table that is drawn anew each second; where the output is no terminal, a line for each event."""
+    """A table that is redrawn each second; without a terminal, a line for each event."""
 
     def __init__(self, quiet: bool, out: TextIO) -> None:
         self._out, self._console = out, Console(file=out)
@@ -38,7 +38,7 @@ class LiveTable:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """Say what has happened."""
+        """Print an event."""
         if self._quiet:
             return
         if self._live is not None:
@@ -48,7 +48,7 @@ class LiveTable:
             self._out.flush()
 
     def show(self, ask: Callable[[], Any], starts: Mapping[int, int]) -> None:
-        """Show the state that `ask` gives, if it is time. `starts`: how often each worker was started."""
+        """Show the state that `ask` returns, if it is time. `starts`: how often each worker was started."""
         if time.monotonic() - self._last < _EVERY or self._quiet:
             return
         self._last = time.monotonic()

@@ -1,4 +1,4 @@
-"""`set_param_ps`: which parameters the servers hold."""
+"""`set_param_ps`: choose the parameters that the servers hold."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Embedding = nn.Embedding | nn.EmbeddingBag
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """What was said of a parameter. It is known by its module, which may get another in its place, and is not kept by
-    what is said of it; one that was named by itself is known as itself.
+    """The choice for a parameter, which is identified by its module, since that may replace it, and is not kept alive
+    by the mark; a parameter that was named by itself is identified as the object.
 
     by_rows    it is the table of an embedding, whose rows are pulled and pushed
     """
@@ -31,7 +31,7 @@ class Mark:
 
     @property
     def parameter(self) -> Any:
-        """The parameter as it is now; None where there is none any more."""
+        """The current parameter; None if there is none any more."""
         if self.alone is not None:
             return current(self.alone)
         module = self.module() if self.module is not None else None
@@ -39,24 +39,24 @@ class Mark:
 
     @property
     def table(self) -> Embedding | None:
-        """The embedding, where it is a table."""
+        """The embedding, if it is a table."""
         found = self.module() if self.by_rows and self.module is not None else None
         return found if isinstance(found, nn.Embedding | nn.EmbeddingBag) else None
 
 
 _marks: list[Mark] = []
-_closed: list[bool] = []  # an optimizer's parameters are with the servers
+_closed: list[bool] = []  # not empty: an optimizer's parameters are with the servers
 
 
 def set_param_ps(what: nn.Module | nn.Parameter, *, rows: bool | None = None) -> None:
-    """Have the servers hold the parameters of a module, or one parameter. Before `pw.ps.optimizer`.
+    """Make the servers hold the parameters of a module, or one parameter. Call it before `pw.ps.optimizer`.
 
     rows    the tables of embeddings (nn.Embedding, nn.EmbeddingBag) below `what`: True: the workers pull the rows that
-            a batch looks up, and push theirs; False: whole, like other parameters; None: by rows where the module is
+            a batch looks up, and push theirs; False: whole, like other parameters; None: by rows if the module is
             `sparse=True`
 
-    What is not named stays on the workers: each takes the optimizer's step itself, with the mean of all gradients.
-    Raises RuntimeStateError for what is named twice, or too late, and for rows of what is no embedding.
+    Other parameters stay on the workers: each takes the optimizer's step itself, with the mean of all gradients. Raises
+    RuntimeStateError for a parameter named twice, or too late, and for rows of a parameter that is not an embedding.
     """
     if not isinstance(what, nn.Module | nn.Parameter):
         raise RuntimeStateError(f"set_param_ps: {shown(what)} is neither an nn.Module nor an nn.Parameter")
@@ -97,16 +97,16 @@ def _is_table(name: str, module: nn.Module, rows: bool | None) -> bool:
 
 
 def marked() -> list[tuple[Any, Mark]]:
-    """All parameters that were named, as they are now."""
+    """All parameters that were named, in their current form."""
     return [(parameter, mark) for mark in _marks if (parameter := mark.parameter) is not None]
 
 
 def close() -> None:
-    """An optimizer's parameters are with the servers from now on."""
+    """Allow no more marks: an optimizer's parameters are with the servers."""
     _closed[:] = [True]
 
 
 def forget() -> None:
-    """The job has ended: nothing is named any more."""
+    """Clear the marks at the end of the job."""
     _closed.clear()
     _marks.clear()

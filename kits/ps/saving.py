@@ -1,7 +1,7 @@
-"""`pw.ps.save`: a checkpoint of what servers and workers have, between two steps, while training goes on.
+"""`pw.ps.save`: a checkpoint of servers and workers, between two steps, while training goes on.
 
-The servers keep what they have as of one moment; a worker reads that piece by piece, and writes it as `pw.save` would:
-whole tensors in safetensors files, which `pw.load` reads without servers.
+The servers keep their state as of one moment; a worker reads it piece by piece, and writes it like `pw.save`: whole
+tensors in safetensors files, which `pw.load` reads without servers.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from partway.strategy import RuntimeStateError
 def save(
     path: str | os.PathLike[str], model: nn.Module, *, keep: int | None = None, asynchronous: bool = False, **state: Any
 ) -> Path | saving.Saving:
-    """Write a checkpoint into the folder `path`: the model, and what the servers' optimizer keeps, as of one step. One
-    worker calls it, between two steps; the others go on. `pw.load(path, model, optimizer)` reads it, without servers
-    too, before `pw.ps.optimizer` takes the optimizer.
+    """Write a checkpoint into the folder `path`: the model and the states of the servers' optimizer, as of one step.
+    One worker calls it, between two steps; the others go on. `pw.load(path, model, optimizer)` reads it, also without
+    servers, before `pw.ps.optimizer` takes the optimizer.
 
-    model          of which the optimizer's parameters are; what the servers do not have is this worker's
+    model          the model of the optimizer's parameters; tensors that the servers do not have are this worker's
     keep           how many checkpoints to keep in the folder, the last ones; None: all
     asynchronous   True: it is written while this worker goes on. Returns a `Saving`
-    state          what else to keep, as with `pw.save`
+    state          further values to keep, as with `pw.save`
 
-    Returns the path of the checkpoint. Raises RuntimeStateError where something cannot be kept or written, or a server
-    was started again meanwhile; the checkpoints before stay as they are.
+    Returns the path of the checkpoint. Raises RuntimeStateError if a value cannot be kept or written, or a server was
+    started again meanwhile; earlier checkpoints stay as they are.
     """
     settings.required()
     own = served()
@@ -85,7 +85,7 @@ def _names(own: ServedOptimizer, model: nn.Module) -> dict[int, str]:
 
 
 def _content(own: ServedOptimizer, model: nn.Module, state: dict[str, Any]) -> Content:
-    """What this worker has, without what the servers do."""
+    """The content of this worker, without that of the servers."""
     theirs = {id(parameter) for parameter in own.parameters}
     tensors, aliases, extra = named_tensors(model)
     weights = {name: keep_whole(each) for name, each in tensors.items() if id(each) not in theirs}
@@ -97,22 +97,22 @@ def _content(own: ServedOptimizer, model: nn.Module, state: dict[str, Any]) -> C
 
 
 class _Cut:
-    """What the servers had at one moment, by pieces. `names`: of the parameters, by their index."""
+    """The state of the servers at one moment, by pieces. `names`: of the parameters, by their index."""
 
     def __init__(self, own: ServedOptimizer, name: str, assignment: dict[str, str], names: dict[int, str]) -> None:
         self._client, self.job, self._name, self._where, self.names = own.client, own.job, name, assignment, names
         self.own = own
 
     def read(self, piece: RowRange) -> Moved:
-        """A piece."""
+        """Read a piece."""
         return self._client.read_cut(self._name, self._where[piece.key], piece.key)
 
     def release(self) -> None:
-        """It is needed no more."""
+        """Free the servers' copies."""
         self._client.release_cut(self._name, sorted(set(self._where.values())))
 
     def part(self, piece: RowRange, value: Tensor) -> tuple[tuple[slice, ...], Tensor]:
-        """Where a piece is in its parameter, and its values."""
+        """The slices of a piece in its parameter, and its values."""
         parameter = self.job.parameters[piece.parameter]
         first = (slice(piece.start, piece.stop),) if parameter.shape else ()
         return (*first, *(slice(0, size) for size in parameter.shape[1:])), value.reshape(_shape(parameter, piece))
@@ -147,7 +147,7 @@ def _write(cut: _Cut, content: Content, folder: Path, keep: int | None) -> Path:
 
 
 def _described(cut: _Cut, firsts: dict[int, Moved]) -> tuple[dict[str, dict[str, KeptTensor]], dict[str, Any]]:
-    """What there will be of the servers' tensors, and the optimizer's other values."""
+    """The servers' tensors to write, and the optimizer's other values."""
     kept: dict[str, dict[str, KeptTensor]] = {MODEL: {}, OPTIMIZER: {}}
     values: dict[str, dict[str, Any]] = {}
     none = torch.empty(0)
@@ -172,7 +172,7 @@ def _indices(cut: _Cut, group: int) -> list[int]:
 
 
 def _numbers(cut: _Cut, firsts: dict[int, Moved]) -> dict[str, Tensor]:
-    """What an optimizer keeps of a whole parameter as one number, such as how many steps it took."""
+    """The states of an optimizer with one number a parameter, such as the number of steps."""
     found = {}
     for index, moved in firsts.items():
         value = tensor_of(moved.value, cut.job.parameters[index].dtype)
@@ -183,7 +183,7 @@ def _numbers(cut: _Cut, firsts: dict[int, Moved]) -> dict[str, Tensor]:
 
 
 def _parts(cut: _Cut) -> Iterator[saving.Part]:
-    """The servers' parts, one piece after another."""
+    """The parts of the servers, one piece after another."""
     for piece in cut.job.pieces:
         moved, name = cut.read(piece), cut.names[piece.parameter]
         value = tensor_of(moved.value, cut.job.parameters[piece.parameter].dtype)

@@ -32,20 +32,20 @@ from partway.strategy.errors import shown
 
 T = TypeVar("T")
 _served: list[ServedOptimizer] = []
-_SAMPLE = 64  # elements of a parameter, about
-_NEVER_ON_SERVERS = ("LBFGS",)  # whose step is one of all parameters together
+_SAMPLE = 64  # elements of a parameter, approximately
+_NEVER_ON_SERVERS = ("LBFGS",)  # its step involves all parameters together
 
 
 def optimizer(inner: Optimizer) -> Optimizer:
     """An optimizer whose steps the servers take: `inner`'s, of torch.optim or of your own. Without
     `set_ps_context(enable_ps=True)` it is `inner` itself.
 
-    It waits until all workers and servers are there. Those that come first give the servers their parameters; the
-    others, and those that come later, get them. After each `step()` the parameters are those of the servers. A schedule
-    may be made of it, or of `inner`: both have the same groups.
+    It waits until all workers and servers are there. The first workers give the servers their parameters; the others,
+    and later ones, get them. After each `step()` the parameters are those of the servers. A scheduler of the learning
+    rate may be made from it, or from `inner`: both have the same groups.
 
-    Raises RuntimeStateError for an optimizer that the servers cannot take apart, parameters that were named and are not
-    its own, and workers that train something else.
+    Raises RuntimeStateError for an optimizer whose step the servers cannot divide, named parameters that are not its
+    own, and workers that train something else.
     """
     if not isinstance(inner, Optimizer):
         raise RuntimeStateError(f"pw.ps.optimizer: {shown(inner)} is not a torch.optim.Optimizer")
@@ -68,7 +68,7 @@ class ServedOptimizer(Optimizer):
     def __init__(self, inner: Optimizer, session: roles.Session | None) -> None:
         bring_up_to_date(inner)
         super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
-        self.param_groups = inner.param_groups  # one for both
+        self.param_groups = inner.param_groups  # shared by both
         self._inner, self._asked = inner, settings.required()
         self._parameters = [each for group in inner.param_groups for each in group["params"]]
         job, maker, tables = _job_of(inner, self._parameters, self._asked)
@@ -107,7 +107,7 @@ class ServedOptimizer(Optimizer):
         return lambda rows: self._speaker.rows(index, rows)
 
     def _first_values(self) -> Callable[[RowRange], Moved]:
-        """What the servers begin with, by piece: the parameters as they are, and what `inner` keeps of them."""
+        """The initial values of the servers, by piece: the parameters, and the states of `inner`."""
         wholes = whole_of(self._parameters)
         states = {i: self._inner.state.get(each, {}) for i, each in enumerate(self._parameters)}
 
@@ -160,8 +160,8 @@ class ServedOptimizer(Optimizer):
         return loss
 
     def _sampled(self) -> dict[int, bytes]:
-        """Some elements of each parameter of this process. What a script changes in a parameter the servers do not see,
-        and would write over: so it is an error, where the change touches one of these."""
+        """A sample of each parameter of this process. The servers do not see a script's changes of a parameter, and
+        would overwrite them: so a change is an error if it touches the sample."""
         return {
             i: array_of(each).reshape(-1)[:: max(1, each.numel() // _SAMPLE)].tobytes()
             for i, each in enumerate(self._parameters)
@@ -186,7 +186,7 @@ class ServedOptimizer(Optimizer):
         return gradient
 
     def _step_here(self, taken: Taken) -> None:
-        """The step of the parameters that stay on workers, with the mean gradients."""
+        """Step the parameters that stay on workers, with the mean gradients."""
         if taken.means:
             held = [each.grad for each in self._parameters]
             for i, parameter in enumerate(self._parameters):
@@ -200,7 +200,7 @@ class ServedOptimizer(Optimizer):
         self._renew(taken.anew)
 
     def _renew(self, indices: set[int]) -> None:
-        """Take what the optimizer keeps of parameters that stay on workers from the servers' copies."""
+        """Refresh the optimizer states of parameters that stay on workers from the servers' copies."""
         anew = sorted(indices & set(self._on_workers))
         if not anew:
             return
@@ -227,8 +227,7 @@ class ServedOptimizer(Optimizer):
                 raise RuntimeStateError(f"step {before} of pw.ps.steps ended without optimizer.step()")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: what the servers keep of each parameter, whole. Of tables by rows there is none; see
-        `save`."""
+        """Like torch.optim's: the servers' state of each parameter, whole. Tables by rows have none; see `save`."""
         if self._tables:
             raise RuntimeStateError("the states of tables by rows are large; write a checkpoint with pw.ps.save")
         states = self._own.tell(lambda: self._speaker.states(set(range(len(self._parameters)))))
@@ -243,7 +242,7 @@ class ServedOptimizer(Optimizer):
             like.update(kept)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Not here: the servers have the states."""
+        """Raise RuntimeStateError: the servers have the states."""
         raise RuntimeStateError(
             "the servers keep what the optimizer has; load into the optimizer before pw.ps.optimizer(...) takes it, as "
             "pw.load(path, model, optimizer) does"
@@ -260,22 +259,22 @@ class ServedOptimizer(Optimizer):
         return self._own.speaks
 
     def tell(self, run: Callable[[], T]) -> T:
-        """What `run` gives the process that speaks for the worker."""
+        """Return the result of `run` in the process that speaks for the worker."""
         return self._own.tell(run)
 
     @property
     def client(self) -> Client:
-        """How this worker speaks to the servers."""
+        """This worker's client of the servers."""
         return self._speaker
 
     @property
     def job(self) -> Job:
-        """What is trained."""
+        """The job that is trained."""
         return self._job
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer that it was made of."""
+        """The optimizer from which it was made."""
         return self._inner
 
 
@@ -307,7 +306,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _job_of(
     inner: Optimizer, parameters: list[Any], asked: settings.ServerSettings
 ) -> tuple[Job, OptimizerMaker, dict[int, Any]]:
-    """What is trained, how its optimizer is made, and the tables by rows."""
+    """The job, the maker of its optimizer, and the tables by rows."""
     if type(inner).__name__ in _NEVER_ON_SERVERS:
         raise RuntimeStateError(
             f"{type(inner).__name__} takes one step of all parameters together, which servers cannot divide; use "
@@ -372,30 +371,30 @@ def served() -> ServedOptimizer:
 
 
 def steps(total: int) -> Iterator[int]:
-    """The numbers of the steps that are left of `total`, from 0 on. A worker that is started again goes on where it
-    was, with the random numbers that it would have had; one that is asked to end gets no more. In async mode each
+    """The numbers of the remaining steps of `total`, from 0 on. A worker that is started again continues at its step,
+    with the same random numbers as without the restart; one that is asked to end gets no more. In async mode each
     worker counts its own."""
     own = _current()
     return iter(range(total)) if own is None else own.steps(total)
 
 
 def share() -> tuple[int, int]:
-    """Which of how many equal parts of the batch of the present step is this worker's: (index, count). It changes where
-    workers come and go, in sync mode from a step on that is the same for all."""
+    """This worker's part of the batch of the present step, of equal parts: (index, count). It changes when workers come
+    and go, in sync mode at a step that is the same for all."""
     own = _current()
     return (0, 1) if own is None else own.share()
 
 
 def status() -> dict[str, Any]:
-    """The workers, the servers, and what has happened. Raises RuntimeStateError where there is no parameter server."""
+    """The workers, the servers, and the events. Raises RuntimeStateError without a parameter server."""
     settings.required()
     return served().client.status()
 
 
 def staleness() -> list[tuple[int, int, int]]:
-    """(worker, step, staleness) of each push, in async mode: how many pushes of others were applied between what its
-    gradients were computed from and itself. (What servers applied since they were last started.) Raises
-    RuntimeStateError where there is no parameter server."""
+    """(worker, step, staleness) of each push, in async mode: the number of pushes of others that were applied between
+    the read of its parameters and the push itself. (Only pushes since the servers were last started.) Raises
+    RuntimeStateError without a parameter server."""
     settings.required()
     return served().client.staleness()
 
@@ -404,7 +403,7 @@ def end() -> None:
     """Leave the job and the cluster, so that `init` may join another."""
     while _served:
         own = _served.pop()
-        if own.speaks and not hasattr(sys, "last_value"):  # which an error that ends the script leaves
+        if own.speaks and not hasattr(sys, "last_value"):  # left by an error that ends the script
             own.client.leave()
         elif own.speaks:
             own.client.stop()

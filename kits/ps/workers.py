@@ -1,6 +1,6 @@
-"""What a worker's parameters are: this process's own, or, where the worker is a group of ranks, each rank's part.
+"""The parameters of a worker: this process's own, or, if the worker is a group of ranks, each rank's part.
 
-One of the ranks speaks for them to the servers, with whole tensors; the others wait for what it has got.
+One of the ranks speaks for them to the servers, with whole tensors; the others wait for its results.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ class Parameters(Protocol):
     speaks: bool  # whether this process is the one that speaks to the servers
 
     def whole(self) -> list[Tensor]:
-        """Whole tensors, into which the process that speaks puts what it gets."""
+        """Whole tensors, into which the process that speaks writes the values from the servers."""
         ...
 
     def gradient(self, index: int) -> Tensor | None:
-        """The whole gradient of one."""
+        """The whole gradient of a parameter."""
         ...
 
     def spread(self, indices: Sequence[int]) -> None:
-        """Give the parameters what the whole tensors have."""
+        """Write the values of the whole tensors into the parameters."""
 
     def set_gradient(self, index: int, whole: Tensor | None) -> None:
-        """Give one a gradient, which the process that speaks has."""
+        """Give a parameter a gradient, which the process that speaks has."""
 
     def tell(self, run: Callable[[], T]) -> T:
-        """What `run` gives the process that speaks; where it fails, all raise."""
+        """Return the result of `run` in the process that speaks; if it fails, all raise."""
         ...
 
 
 def parameters_of(parameters: Sequence[Tensor], tables: Sequence[int]) -> Parameters:
-    """The parameters of this worker. `tables`: those of which there is nothing whole."""
+    """The parameters of this worker. `tables`: the positions of tables by rows, which have no whole tensors."""
     if launched():
         return _OfGroup(parameters, tables)
     return _Own(parameters)
 
 
 class _Own:
-    """Those of a process alone."""
+    """The parameters of a single process."""
 
     speaks = True
 
@@ -76,7 +76,7 @@ class _Own:
 
 
 class _OfGroup:
-    """Those of a group of ranks: rank 0 speaks."""
+    """The parameters of a group of ranks: rank 0 speaks."""
 
     def __init__(self, parameters: Sequence[Tensor], tables: Sequence[int]) -> None:
         if tables:

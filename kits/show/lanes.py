@@ -1,10 +1,10 @@
-"""What runs when, as lanes of bars on one axis of time: an SVG, and the part of a page around it.
+"""Timelines as lanes of bars on one axis of time: an SVG, and the part of a page around it.
 
     lanes_svg([Lane("computing", (LaneSpan("linear", 0.0, 0.002, "forward"),))])    # the picture alone
     lanes_figure("One step", lanes)                                                 # with buttons and a table
 
-The picture needs nothing around it. `lanes.js` lets it be zoomed and walked through, and `lanes.css` is its style; a
-page has each once, however many figures there are in it (`STYLE`, `SCRIPT`). Names are text wherever they stand.
+The picture is self-contained. `lanes.js` adds zooming and keyboard navigation, and `lanes.css` is its style; a page has
+each once, for any number of figures (`STYLE`, `SCRIPT`). Names appear as text everywhere.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from partway.strategy.notation import counted
 STYLE = Path(__file__).with_name("lanes.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("lanes.js").read_text(encoding="utf-8")
 
-# Fill and outline of each kind. Dark text on a fill, and an outline on white, have the contrast of WCAG AA; so has a
-# fill on a dark page.
+# The fill and the outline of each kind. Dark text on a fill, and an outline on white, have the contrast of WCAG AA; so
+# has a fill on a dark page.
 COLOURS = (
     ("#bcd7f5", "#1f5fa8"), ("#fbd3a8", "#a85a00"), ("#bfe5c0", "#2b7031"), ("#dccbf3", "#6a3fb0"),
     ("#f7c6d9", "#a8275f"), ("#b5e5e1", "#136f69"), ("#f2e3a0", "#7a6400"), ("#d5d8dc", "#555b63"),
 )  # fmt: skip
-ROWS = 6  # of one lane, for spans that run at the same time
+ROWS = 6  # rows of one lane, for spans that run at the same time
 _LEFT, _WIDE, _RIGHT, _TOP = 210.0, 1000.0, 30.0, 26.0  # names of lanes, room of bars, margin, axis; in pixels
 _ROW, _BAR, _GAP, _LETTER = 20.0, 17.0, 8.0, 6.3
 _TICKS = 8
@@ -35,10 +35,10 @@ _TICKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """Something that takes time.
+    """A bar of a lane.
 
-    kind    what gives it its colour, and a word in the legend
-    title   what more is said of it where one points at it, such as its bytes
+    kind    determines its colour, with a word in the legend
+    title   further text for its tooltip, such as its bytes
     """
 
     name: str
@@ -49,12 +49,12 @@ class LaneSpan:
 
     @property
     def end_s(self) -> float:
-        """When it ends."""
+        """The time of its end."""
         return self.start_s + self.seconds
 
     @property
     def said(self) -> str:
-        """All that is known of it, as a line."""
+        """All its facts, as a line."""
         of = f" ({self.kind})" if self.kind else ""
         more = f"; {self.title}" if self.title else ""
         return f"{self.name}{of}: {lasting(self.seconds)}, from {lasting(self.start_s)} on{more}"
@@ -62,7 +62,7 @@ class LaneSpan:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What is drawn on one lane. Spans that run at the same time are drawn below each other."""
+    """The bars of one lane. Spans that run at the same time are drawn below each other."""
 
     name: str
     spans: tuple[LaneSpan, ...]
@@ -91,7 +91,7 @@ def lanes_svg(lanes: Sequence[Lane], title: str = "What runs when") -> str:
 
 
 def lanes_figure(title: str, lanes: Sequence[Lane]) -> str:
-    """The picture with its buttons, and a table of the same for those who do not see it."""
+    """The picture with its buttons, and a table with the same content for those who cannot see it."""
     buttons = "".join(
         f'<button type="button" data-do="{does}" aria-label="{label}">{sign}</button>'
         for does, label, sign in (
@@ -146,7 +146,7 @@ class _Scale:
         return _WIDE * seconds / (self.last - self.first)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """The seconds at which the axis has a number, and the number. (lanes.js does the same for what is zoomed.)"""
+        """The labelled seconds of the axis, and their labels. (lanes.js does the same for a zoomed picture.)"""
         rough = (self.last - self.first) / _TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
@@ -157,7 +157,7 @@ class _Scale:
 
 
 def _colours(lanes: Sequence[Lane]) -> dict[str, tuple[str, str]]:
-    """The colour of each kind, in the order in which they come."""
+    """The colour of each kind, in order of appearance."""
     kinds = dict.fromkeys(span.kind for lane in lanes for span in lane.spans)
     return {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
 
@@ -175,7 +175,7 @@ def _axis(scale: _Scale, bottom: float) -> Iterator[str]:
 
 
 def _lane(lane: Lane, top: float, scale: _Scale, colours: Mapping[str, tuple[str, str]]) -> tuple[list[str], int]:
-    """A lane that begins at `top`, and how many rows it has."""
+    """A lane that begins at `top`, and its number of rows."""
     fits = int((_LEFT - 12) / _LETTER)
     short = lane.name if len(lane.name) <= fits else f"{lane.name[: fits - 1]}…"
     placed = list(_rows(lane.spans))
@@ -188,7 +188,7 @@ def _lane(lane: Lane, top: float, scale: _Scale, colours: Mapping[str, tuple[str
 
 
 def _rows(spans: Sequence[LaneSpan]) -> Iterator[tuple[LaneSpan, int]]:
-    """Each span with its row: the first one that is free, or else the one that is free soonest."""
+    """Each span with its row: the first free one, or else the one that is free soonest."""
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         row = next((i for i, end in enumerate(ends) if end <= span.start_s + 1e-9), len(ends))
@@ -211,7 +211,7 @@ def _bar(span: LaneSpan, top: float, scale: _Scale, colour: tuple[str, str]) -> 
 
 
 def _legend(colours: Mapping[str, tuple[str, str]], top: float) -> tuple[list[str], float]:
-    """What the colours mean, and where the picture ends."""
+    """The legend of the colours, and the bottom of the picture."""
     lines, x = list[str](), _LEFT
     for kind, (fill, outline) in colours.items():
         if not kind:

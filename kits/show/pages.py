@@ -1,4 +1,4 @@
-"""`partway show`: the page of a plan that was saved, and of two beside each other with what differs."""
+"""`partway show`: the page of a saved plan, or of two side by side with their differences."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from partway.show.page.time import timeline_sections
 from partway.strategy.basics.units import human, lasting
 from partway.strategy.errors import StrategyError, shown
 
-LINES = 1000  # that differ
+LINES = 1000  # differing lines
 
 
 def page(paths: Sequence[Path]) -> str:
-    """The page of the plan at a path, or of those at two. Raises StrategyError where there is none, or several."""
+    """The page of the plan at a path, or of the plans at two. Raises StrategyError if there is none, or several."""
     calls = [_call(path) for path in paths]
     plans = [call.plan for call in calls]
     if len(plans) == 1:
@@ -36,14 +36,14 @@ def page(paths: Sequence[Path]) -> str:
 def plan_page(
     plan: Plan, origin: Origin, alternatives: int, timelines: Mapping[str, Sequence[ScheduleSpan]], title: str
 ) -> str:
-    """The page of a plan that was just made: `Plan.save_html`."""
+    """The page of a new plan, for `Plan.save_html`."""
     known = said(plan, origin.alternatives if alternatives else None, alternatives)
     sections = tuple(timeline_sections({"predicted": origin.schedule}, timelines))
     return document([Shown(plan, known=known, sections=sections)], title or f"Plan on {plan.mesh}")
 
 
 def page_path(a: Path, b: Path | None) -> Path:
-    """Where the page goes: beside A, under its name and that of B."""
+    """The path of the page: beside A, named after it and B."""
     stem = a.stem if a.suffix == ".json" else a.name
     return a.with_name(f"{stem}_and_{b.stem if b.suffix == '.json' else b.name}.html" if b else f"{stem}.html")
 
@@ -74,7 +74,7 @@ def _differences(a: Plan, b: Plan) -> str:
 
 
 def verdict(a: Plan, b: Plan) -> str:
-    """Which plan is predicted to be faster, and what that costs, in a sentence."""
+    """Which plan is predicted to be faster, and the cost of that, in a sentence."""
     fewer = b.predicted_time <= a.predicted_time
     better, worse = ("B", "A") if fewer else ("A", "B")
     one, other = (b, a) if fewer else (a, b)

@@ -1,4 +1,4 @@
-"""`visualize_sharding`: which device holds which part of a tensor."""
+"""`visualize_sharding`: draws which device holds which part of a tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _SIZES = re.compile(r"(\w*)\[([\d, ]*)\]")
 
 @dataclass(frozen=True)
 class ShardingPicture:
-    """How a tensor lies on the devices of a mesh: `text` for a terminal, `svg` for a page. A notebook shows the SVG."""
+    """A picture of a tensor on the devices of a mesh: `text` for a terminal, `svg` for a page. A notebook shows the
+    SVG."""
 
     title: str
     parts: LayoutParts = field(repr=False)
@@ -42,7 +43,7 @@ class ShardingPicture:
         return svg_of(self.title, self.parts)
 
     def save_svg(self, path: str | PathLike[str]) -> None:
-        """Write the SVG to a file. Raises StrategyError where it cannot be written."""
+        """Write the SVG to a file. Raises StrategyError if it cannot be written."""
         save("the picture", path, f"{self.svg}\n{MARKS['the picture'][0]}\n")
 
     def _repr_svg_(self) -> str:
@@ -55,18 +56,18 @@ class ShardingPicture:
 def visualize_sharding(what: Any, shape: Sequence[int] | None = None, *, of: Any = None) -> ShardingPicture:
     """Show which device holds which part of a tensor.
 
-        pw.visualize_sharding(model.up.weight, of=model)    # a tensor
-        pw.visualize_sharding("up.weight", of=model)        # or its name: of what a sharded module, or a Plan, knows
-        pw.visualize_sharding(layout, (4096, 1024))         # or a layout, of a shape
+    pw.visualize_sharding(model.up.weight, of=model)    # a tensor
+    pw.visualize_sharding("up.weight", of=model)        # or its name: in a sharded module, or a Plan
+    pw.visualize_sharding(layout, (4096, 1024))         # or a layout, of a shape
 
     what    a DTensor; a parameter of the sharded module `of`; a tensor that a call on virtual devices left split; a
             Layout; or the name of an input, an output or an operator's result in the plan of `of`
-    shape   of the tensor, where `what` is a Layout
+    shape   of the tensor, if `what` is a Layout
     of      the sharded module, or the plan
 
-    In a script or a terminal it is printed, in a notebook it is drawn. Each box is a part, with the devices that hold
-    it; above it stands what each axis of the mesh does. Returns the picture (`.text`, `.svg`, `.save_svg(path)`).
-    Raises StrategyError for what has no layout, an unknown name, or a shape that is missing or does not fit.
+    In a script or a terminal it is printed, in a notebook it is drawn. Each box is a part, with its devices; the text
+    above it explains each axis of the mesh. Returns the picture (`.text`, `.svg`, `.save_svg(path)`). Raises
+    StrategyError for an object without a layout, an unknown name, or a shape that is missing or does not fit.
     """
     picture = _picture(what, shape, of)
     if not _in_notebook():
@@ -142,7 +143,7 @@ def _drawn(
 
 
 def _in_notebook() -> bool:
-    """Whether a notebook's kernel runs this, which shows what a cell returns."""
+    """Whether this runs in the kernel of a notebook, which shows the result of a cell."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     return shell is not None and "IPKernelApp" in shell.config

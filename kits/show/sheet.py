@@ -1,6 +1,6 @@
 """A page of text, tables and pictures: one file that works from a disk and fetches nothing.
 
-Its head forbids the browser to fetch anything, and to run any script but the one that is given.
+Its head forbids the browser to fetch anything, and to run any script but the given one.
 """
 
 from __future__ import annotations

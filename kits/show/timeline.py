@@ -1,4 +1,4 @@
-"""`record_timeline`: what runs when, as a list of spans that can be shown as a page."""
+"""`record_timeline`: the times of operators and collectives, as a list of spans that can be shown as a page."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from partway.strategy.notation import counted
 
 
 class Timeline(list[Span]):
-    """The spans of what ran on one rank, in the order in which they ended. `whose`: "rank 1 of 2"; "" where there is
-    one process."""
+    """The spans of one rank, in the order of their ends. `whose`: "rank 1 of 2"; "" for a single process."""
 
     whose = ""
 
     def save_html(self, path: str | PathLike[str], *, predicted: Iterable[Span] = ()) -> None:
         """Write the timeline as a page: one file that a browser opens from disk, and that fetches nothing.
 
-        predicted   what was predicted, to be drawn beside it: `model.program.schedule.spans`
+        predicted   the predicted spans, drawn beside it: `model.program.schedule.spans`
 
-        Every rank records its own, and the page says whose it is: give each a path of its own, such as
-        f"timeline-{pw.get_rank()}.html". Raises StrategyError where it cannot be written.
+        Every rank records its own, and the page names the rank: use a path of its own for each, such as
+        f"timeline-{pw.get_rank()}.html". Raises StrategyError if it cannot be written.
         """
         expected = list(predicted)
         if wrong := next((one for one in expected if not isinstance(one, Span)), None):
@@ -47,17 +46,17 @@ class Timeline(list[Span]):
 
 @contextlib.contextmanager
 def record_timeline() -> Iterator[Timeline]:
-    """Collect when each operator and each collective of the steps inside the block runs, on this rank, with the names
-    that `program.schedule` predicts them by. It is a list of spans, filled when the block ends.
+    """Record the times of each operator and each collective of the steps inside the block, on this rank, under the
+    names that `program.schedule` uses for its predictions. It is a list of spans, filled when the block ends.
 
-        with pw.record_timeline() as timeline:
-            step()
-        timeline.save_html("timeline.html", predicted=model.program.schedule.spans)
+    with pw.record_timeline() as timeline:
+        step()
+    timeline.save_html("timeline.html", predicted=model.program.schedule.spans)
 
-    In simulation operators are those of the first rank, and between them there is time that the others take. A
-    collective lasts while its results are made; what the ranks add up before, as they run, is in no span.
+    In simulation operators are those of the first rank, and the gaps between them are the time of the other ranks. A
+    collective lasts while its results are made; values that the ranks add up before, as they run, are in no span.
 
-    Telling the time takes some: about a microsecond for each operator.
+    Timing costs about a microsecond for each operator.
     """
     timeline, spans = Timeline(), list[Span]()
     try:
@@ -70,7 +69,7 @@ def record_timeline() -> Iterator[Timeline]:
 
 
 def beside(sources: Mapping[str, Iterable[Span]]) -> list[Lane]:
-    """The lanes of several timelines, such as {"measured": ..., "predicted": ...}, those of one name together."""
+    """The lanes of several timelines, such as {"measured": ..., "predicted": ...}, with lanes of one name together."""
     lanes: dict[str, list[Lane]] = {}
     for source, spans in sources.items():
         for lane in lanes_of(list(spans)):
@@ -79,7 +78,7 @@ def beside(sources: Mapping[str, Iterable[Span]]) -> list[Lane]:
 
 
 def totals(sources: Mapping[str, Iterable[Span]]) -> str:
-    """A table of how long each timeline is, and how much of it computes and communicates, as HTML."""
+    """A table of the length of each timeline, and of its computation and communication, as HTML."""
     rows = []
     for source, given in sources.items():
         spans = list(given)

@@ -1,13 +1,14 @@
-"""What started the processes of a job, how they find each other, and who may join them.
+"""The launcher of this process, how the processes of a job find each other, and which may join.
 
-In come the variables that a launcher sets, and what a script wants protected. Out go a `Launch` (this process's rank,
-and where all meet), a `Guard` and a `Way` (who is let in, and on which interface), and for a worker of the scheduler
-its store and its rank. Nothing here imports `process.py`, which makes the process group from these.
+The input is the variables that a launcher sets, and the protection that a script asks for. The output is a `Launch`
+(this process's rank, and the meeting place), a `Guard` and a `Way` (who is let in, and on which interface), and for a
+worker of the scheduler its store and its rank. Nothing here imports `process.py`, which makes the process group from
+these.
 
-    launchers.py        what started this process, by its environment: one table of launchers
+    launchers.py        finds the launcher by the environment: one table of launchers
     scheduler.py        the scheduler of a job; worker.py: a worker's side
     door.py             the door before the store, which asks for the job's secret or a certificate
-    certificates.py     certificates, read, checked, and made into TLS contexts
-    job.py              what this process has of its job: the one place of such state
+    certificates.py     certificates: reads and checks them, and makes TLS contexts
+    job.py              what this process keeps about its job: the one place of such state
     security.py         the way on which nothing leaves the host in plain; interfaces.py: this host's interfaces
 """

@@ -1,6 +1,6 @@
-"""The certificates by which the processes of a job know each other: read, checked, and made into TLS contexts.
+"""The certificates by which the processes of a job know each other: reads and checks them, and makes TLS contexts.
 
-Everything that is wrong with them is found here, before anything is sent: each process shakes hands with itself, in
+All faults of certificates are found here, before anything is sent: each process does the TLS handshake with itself in
 memory, as it will with others.
 """
 
@@ -31,7 +31,7 @@ _PKCS12 = (".p12", ".pfx")
 class Identity:
     """A certificate and its private key: a PKCS#12 file, or a PEM file that holds both.
 
-    name, file   what the file is called where it is named, such as "server_cert_path", and the file
+    name, file   the name of the file in messages, such as "server_cert_path", and the file
     password     of the key; "": it has none
     """
 
@@ -45,13 +45,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Certificates:
-    """What the configuration names.
+    """The certificates that the configuration names.
 
-    server, client   who this process is to those that come to it, and to whom it goes
+    server, client   the identity of this process when it accepts a connection, and when it opens one
     authority        the certificates that sign those of all processes (PEM)
-    revoked          which of them are not valid any more (PEM)
+    revoked          those that are no longer valid (PEM)
     ciphers          OpenSSL's list, such as "ECDHE+AESGCM"; "": OpenSSL's choice, with TLS 1.3
-    warn             how long before its end a certificate is warned of
+    warn             how long before a certificate expires a warning is issued
     """
 
     server: Identity
@@ -64,16 +64,16 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Contexts:
-    """For who comes, and for where this process goes. Either side shows its certificate; names are not compared, since
-    processes are known by addresses that change: who has a certificate of the authority is of the job."""
+    """TLS contexts for accepted and for opened connections. Both sides show certificates; names are not compared, since
+    the addresses of processes change: any certificate of the authority belongs to the job."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
 def contexts_of(certificates: Certificates) -> Contexts:
-    """The TLS contexts, tried in memory; warns of what expires soon. Raises RuntimeStateError for what is missing, or
-    cannot be read, has expired, is not signed by the authority or was revoked, with the name of the file."""
+    """The TLS contexts, tried in memory; warns of certificates that expire soon. Raises RuntimeStateError, with the
+    name of the file, for one that is missing, unreadable, expired, revoked or not signed by the authority."""
     for identity in dict.fromkeys((certificates.server, certificates.client)):
         _check_dates(identity, _read(identity)[1], certificates.warn)
     contexts = Contexts(
@@ -125,7 +125,7 @@ def _read(identity: Identity) -> tuple[Any, x509.Certificate, list[x509.Certific
 
 
 def _bytes(name: str, file: Path, alone: bool = False) -> bytes:
-    """What is in a file; `alone`: that nobody else may read, but for the group of one that is root's: so Kubernetes
+    """The content of a file; `alone`: nobody else may read it, except root's group if the file is root's: so Kubernetes
     gives a Secret to a process of another user."""
     try:
         status, data = file.stat(), file.read_bytes()
@@ -168,7 +168,7 @@ def _context(protocol: Any, identity: Identity, certificates: Certificates) -> s
         _load("crl_path", certificates.revoked, context.load_verify_locations)
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     if certificates.ciphers:
-        context.maximum_version = ssl.TLSVersion.TLSv1_2  # those of TLS 1.3 cannot be chosen
+        context.maximum_version = ssl.TLSVersion.TLSv1_2  # the ciphers of TLS 1.3 cannot be chosen
         try:
             context.set_ciphers(certificates.ciphers)
         except (ssl.SSLError, ValueError):
@@ -190,7 +190,8 @@ def _load(name: str, file: Path, load: Callable[..., None]) -> None:
 
 @contextmanager
 def _for_openssl(pem: bytes) -> Iterator[str]:
-    """A file for the standard library, which takes no bytes: in memory where the system has such, or this user's."""
+    """The path of a file with `pem` for the standard library, which takes no bytes: in memory if the system supports
+    that, else readable by this user alone."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("partway")
         try:
@@ -199,19 +200,19 @@ def _for_openssl(pem: bytes) -> Iterator[str]:
         finally:
             os.close(number)
         return
-    with tempfile.NamedTemporaryFile() as file:  # which nobody else may read
+    with tempfile.NamedTemporaryFile() as file:  # nobody else may read it
         file.write(pem)
         file.flush()
         yield file.name
 
 
 def _try(contexts: Contexts, certificates: Certificates) -> None:
-    """Shake hands with oneself. Raises RuntimeStateError with what one side says of the other."""
+    """Do the TLS handshake with oneself. Raises RuntimeStateError with the complaint of either side."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = {
         certificates.server: contexts.client.wrap_bio(to_client, to_server),
         certificates.client: contexts.server.wrap_bio(to_server, to_client, server_side=True),
-    }  # each with whose certificate it looks at
+    }  # each with the identity whose certificate it checks
     left = list(sides)
     for _ in range(10):
         for of in list(left):

@@ -1,22 +1,22 @@
-"""The door to the store in which the processes of a job meet: it lets in who knows the job's secret, or has a
+"""The door to the store in which the processes of a job meet: it admits a process that knows the job's secret, or has a
 certificate of the job's authority.
 
-torch's store answers whoever reaches its port. Where PARTWAY_JOB_SECRET or certificates are set, the process that keeps
-the store has it listen on a loopback port that nobody is told, and a door on the address that the launcher names:
+torch's store answers whoever reaches its port. If PARTWAY_JOB_SECRET or certificates are set, the process that keeps
+the store has it listen on an undisclosed loopback port, and puts a door on the address that the launcher names:
 
     greeting    the door says that it is one, and what it asks for
-    TLS         where there are certificates: each side shows its own, and the rest is encrypted
+    TLS         if there are certificates: each side shows its own, and the rest is encrypted
     challenge   the door sends 32 random bytes
-    answer      where there is a secret, who comes sends 32 of its own, and their HMAC with the door's under the secret
+    answer      if there is a secret, the client sends 32 of its own, and their HMAC with the door's under the secret
     answer      the door sends its HMAC of both, or "refused"; each side knows that the other has the secret
     bytes       go to the store and back from then on
 
-Who is slow to answer is tried again for as long as this process has patience; only a positive answer is a refusal. The
-door holds few connections that have not passed, each for ten seconds. Where more come, one of the address with the most
-of them gives way, drawn at random: strangers who connect faster than a worker can answer only delay it.
+A process tries a slow door again for as long as its patience lasts; only an explicit answer is a refusal. The door
+holds few connections that have not passed, each for ten seconds. When it is full, a random one of the address with the
+most of them gives way: strangers who connect faster than a worker can answer only delay it.
 
-A worker's store goes by a port of its own loopback, which opens a way through the door for each connection. The secret
-itself is never sent. What is sent without certificates is not encrypted: docs/security.md says what that means.
+A worker's store connects to a port of its own loopback, which opens a way through the door for each connection. The
+secret itself is never sent. Without certificates nothing is encrypted: docs/security.md explains the consequences.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ _ASKS = {
     b"b": f"the job's secret ({SECRET}) and a certificate (set_ps_context)",
 }
 _REFUSED = b"refused".ljust(32)
-_HANDSHAKE = 10.0  # seconds in which who comes has to pass; also of the first attempt to pass
-_SHORTEST = 1.0  # seconds that an attempt has, however little patience is left
+_HANDSHAKE = 10.0  # seconds in which a client has to pass; also the limit of the first attempt to pass
+_SHORTEST = 1.0  # the least seconds of an attempt, however little patience is left
 _CONNECTS = 2.0  # seconds in which a connection is made, or tried anew: the system waits longer each time
 _PENDING = 256  # handshakes at once
-_AT_ONCE, _KEPT = 256, 64  # connections accepted in one turn of the door; those kept where more wait
-_HANG_UPS = 3  # on a certificate, in a row, that are taken for a refusal
-_AGAIN = 0.1  # seconds between two attempts to reach what may not listen yet
+_AT_ONCE, _KEPT = 256, 64  # connections accepted in one turn of the door; connections kept if more wait
+_HANG_UPS = 3  # on a certificate, in a row, that count as a refusal
+_AGAIN = 0.1  # seconds between two attempts to reach a port that may not listen yet
 
 
 class Refused(Exception):
-    """Who listens there has answered, and cannot be passed: why, as the rest of a sentence about it."""
+    """The peer has answered, and cannot be passed. The text is the rest of a sentence about it."""
 
 
 class _HungUp(EOFError):
-    """As Refused, if it happens again: a door that is stopped or crowded hangs up, too."""
+    """Like Refused if it happens again: a door that is stopped or crowded hangs up, too."""
 
 
 @dataclass(frozen=True)
 class DoorGuard:
-    """What lets a process in: a secret, TLS with certificates, or both. Its parts are not for people to read."""
+    """What a process must have to be admitted: a secret, TLS with certificates, or both. Its repr shows neither."""
 
     secret: bytes = field(default=b"", repr=False)
     contexts: Contexts | None = field(default=None, repr=False)
 
     @property
     def kind(self) -> bytes:
-        """What it asks for, a key of `_ASKS`."""
+        """The kind of proof that it asks for, a key of `_ASKS`."""
         return b"s" if self.contexts is None else b"b" if self.secret else b"t"
 
     async def admit(self, peer: Peer, crowded: bool) -> bool:
-        """Whether who has come to the door may pass; say so to it. `crowded`: it may be hung up on in favor of others,
-        which a capital in the greeting says."""
+        """Decide whether a peer may pass the door, and tell it. `crowded`: the peer may be dropped in favor of others,
+        which a capital letter in the greeting says."""
         await peer.send(_GREETING + (self.kind.upper() if crowded else self.kind))
         if self.contexts is not None:
             await peer.encrypt(self.contexts.server)
@@ -101,7 +101,7 @@ class DoorGuard:
         return passes
 
     async def present(self, peer: Peer) -> None:
-        """Pass a door. Raises Refused where it cannot be passed, and OSError or EOFError where nobody answers."""
+        """Pass a door. Raises Refused if it cannot be passed, and OSError or EOFError if nobody answers."""
         if await peer.take(len(_GREETING)) != _GREETING:
             raise Refused(self.missing)
         kind = await peer.take(1)
@@ -114,18 +114,18 @@ class DoorGuard:
 
     @property
     def missing(self) -> str:
-        """What is wrong with a store that has no door."""
+        """The fault of a store without a door."""
         return f"does not ask for {_ASKS[self.kind]} that this process has: set that there, too, or nowhere"
 
     async def _encrypted(self, peer: Peer, context: ssl.SSLContext, crowded: bool) -> bytes:
-        """The challenge, by TLS: only when it comes has the door accepted the certificate."""
+        """The challenge, by TLS: only its arrival shows that the door has accepted the certificate."""
         begin = time.monotonic()
         try:
             await peer.encrypt(context)
             return await peer.take(32)
         except ssl.SSLCertVerificationError as error:
             raise Refused(f"shows a certificate that this process does not accept: {error.verify_message}") from None
-        except (OSError, EOFError) as error:  # asyncio's server hangs up without a word
+        except (OSError, EOFError) as error:  # asyncio's server hangs up without a message
             if crowded or time.monotonic() - begin > _HANDSHAKE / 2:  # others came, or this took too long
                 raise
             raise _HungUp(
@@ -151,7 +151,7 @@ class DoorGuard:
 
 
 def secret() -> bytes:
-    """That of this process's environment; empty where it names none. Raises RuntimeStateError for a secret that is
+    """The secret in this process's environment; empty if there is none. Raises RuntimeStateError for a secret that is
     too short, and for a file that cannot be read, or that others may read."""
     text, path = os.environ.get(SECRET), os.environ.get(FILE)
     if text is not None and path is not None:
@@ -170,7 +170,7 @@ def secret() -> bytes:
 
 
 def _read_alone(path: str) -> str:
-    """A file that is this user's alone, without the end of its last line."""
+    """The content of a file that only this user may read, without the last newline."""
     try:
         mode, text = Path(path).stat().st_mode, Path(path).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -182,7 +182,7 @@ def _read_alone(path: str) -> str:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """What listens at one address of this host only ("": at all of IPv4). Raises OSError if it cannot."""
+    """A socket that listens at one address of this host only ("": at all of IPv4). Raises OSError if it cannot."""
     listener = socket.socket(family_of(host))
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,7 +195,8 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def store_behind(listener: socket.socket, own: DoorGuard | None) -> Any:
-    """A store that who comes to `listener` reaches, which is bound and listens: all, or who passes the door."""
+    """A store that serves the connections to `listener`, which is bound and listens: all of them, or those that pass
+    the door."""
     host, port = listener.getsockname()[:2]
     if own is None:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -207,10 +208,10 @@ def store_behind(listener: socket.socket, own: DoorGuard | None) -> Any:
 
 
 def way_to(host: str, port: int, own: DoorGuard | None, patience: float, keeper: str) -> tuple[str, int]:
-    """The address by which this process reaches the store of `keeper` that listens at `host`: that itself, or one of
-    its own loopback from where a passage leads through the door.
+    """The address at which this process reaches the store of `keeper` at `host`: the same address, or one on its own
+    loopback, from where a passage leads through the door.
 
-    Raises RuntimeStateError if the door cannot be passed, and OSError where nobody answers in `patience` seconds.
+    Raises RuntimeStateError if the door cannot be passed, and OSError if nobody answers in `patience` seconds.
     """
     knocked = False
 
@@ -237,7 +238,7 @@ def way_to(host: str, port: int, own: DoorGuard | None, patience: float, keeper:
 
 
 def shut() -> None:
-    """Shut the doors of this process, with what goes through them."""
+    """Shut the doors of this process, and the connections through them."""
     for one in [one for one in JOB.doors if isinstance(one, _Door)]:
         JOB.doors.remove(one)
         one.close()
@@ -248,8 +249,9 @@ def _asked(kind: bytes) -> str:
 
 
 async def _patiently(attempt: Callable[[], Coroutine[Any, Any, T]], patience: float) -> T:
-    """What an attempt gives that succeeds. Each has at least as long as all before it took together, so that who is
-    slow has time to answer and who is lost is asked again. Raises Refused, and OSError after `patience` seconds."""
+    """Return the result of the first attempt that succeeds. Each may take at least as long as all before it together,
+    so that a slow peer has time to answer and a lost request is repeated. Raises Refused, and OSError after `patience`
+    seconds."""
     begin, hung_up = time.monotonic(), 0
     while True:
         past = time.monotonic() - begin
@@ -273,8 +275,8 @@ def _described(error: OSError | EOFError, patience: float) -> str:
 
 
 async def _knock(host: str, port: int, own: DoorGuard | None) -> None:
-    """Ask who listens, in a way that a store answers with four bytes, and a door with its greeting. Raises Refused
-    where one of both is there and the other is expected."""
+    """Ask who listens: a store answers with four bytes, and a door with its greeting. Raises Refused if one of them
+    answers and the other is expected."""
     peer = await Peer.reach(host, port)
     try:
         await peer.send(STORE_PING)
@@ -300,20 +302,20 @@ async def _passed(host: str, port: int, own: DoorGuard) -> Peer:
 
 
 class Peer:
-    """A connection, whose other end may be anybody."""
+    """A connection to an unknown peer."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     @classmethod
     async def reach(cls, host: str, port: int) -> Peer:
-        """Raises OSError where nobody listens."""
+        """Connect to `host`. Raises OSError if nobody listens."""
         async with asyncio.timeout(_CONNECTS):
             return cls(*await asyncio.open_connection(host, port))
 
     @property
     def address(self) -> str:
-        """From where it comes; "" if it has gone already."""
+        """The peer's address; "" if it has gone already."""
         return str((self.writer.get_extra_info("peername") or [""])[0])
 
     async def send(self, data: bytes) -> None:
@@ -322,23 +324,23 @@ class Peer:
         await self.writer.drain()
 
     async def encrypt(self, context: ssl.SSLContext) -> None:
-        """Shake hands by TLS. Raises OSError, of which ssl.SSLError is one, and EOFError."""
+        """Do the TLS handshake. Raises OSError, of which ssl.SSLError is a subclass, and EOFError."""
         await self.writer.start_tls(context, ssl_handshake_timeout=10**6)  # the caller has its own limit
 
     async def take(self, count: int) -> bytes:
-        """So many bytes. Raises EOFError if it hangs up."""
+        """Receive `count` bytes. Raises EOFError if the peer hangs up."""
         return await self.reader.readexactly(count)
 
     def close(self) -> None:
-        """Hang up, when all is sent."""
+        """Hang up once everything is sent."""
         self.writer.close()
 
     def abort(self) -> None:
-        """Hang up at once: TLS would wait for a goodbye."""
+        """Hang up at once: TLS would wait for the peer's goodbye."""
         self.writer.transport.abort()
 
     async def carry(self, other: Peer) -> None:
-        """Carry bytes both ways until one end hangs up."""
+        """Forward bytes both ways until one end hangs up."""
         ways = [asyncio.ensure_future(one.pour(two)) for one, two in ((self, other), (other, self))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -349,15 +351,15 @@ class Peer:
             other.close()
 
     async def pour(self, other: Peer) -> None:
-        """Send to another what comes from this one, until it hangs up."""
+        """Send `other` the bytes that come from this peer, until it hangs up."""
         with suppress(OSError):
             while data := await self.reader.read(2**16):
                 await other.send(data)
 
 
 def _fairly_kept(came: list[tuple[socket.socket, Any]]) -> list[socket.socket]:
-    """Some of those that came, drawn so that no address has more than another unless that has no more; the others are
-    closed."""
+    """A random choice of the new connections, in which no address has more than another unless that has no more; the
+    others are closed."""
     random.shuffle(came)
     turns = Counter[str]()
 
@@ -372,8 +374,8 @@ def _fairly_kept(came: list[tuple[socket.socket, Any]]) -> list[socket.socket]:
 
 
 class _Listens:
-    """What listens, and takes care of each that comes. Of a flood it accepts a number in each turn and hangs up on most
-    of them: who knows the secret comes again soon, while the system's queue would not let it in for long."""
+    """A listening socket, and a task for each connection. In a flood it accepts a number in each turn and hangs up on
+    most of them: a peer with the secret comes again soon, while the system's queue would keep it waiting for long."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._here: set[asyncio.Task[None]] = set()
@@ -381,7 +383,7 @@ class _Listens:
         self._accepts = _started(self._accept(listener))
 
     def close(self) -> None:
-        """Hang up on all."""
+        """Hang up on all connections."""
 
         async def close() -> None:
             for task in [self._accepts, *self._here]:
@@ -427,11 +429,11 @@ class _Listens:
 
 
 class _Door(_Listens):
-    """Before the store at `inner`."""
+    """The door before the store at `inner`."""
 
     def __init__(self, listener: socket.socket, inner: tuple[str, int], own: DoorGuard) -> None:
         self._inner, self._guard = inner, own
-        self._pending: dict[asyncio.Task[Any], str] = {}  # those that have not passed yet, and from which address
+        self._pending: dict[asyncio.Task[Any], str] = {}  # those that have not passed yet, with their addresses
         super().__init__(listener)
 
     async def serve(self, peer: Peer) -> None:
@@ -456,7 +458,7 @@ class _Door(_Listens):
 
 
 class _Passage(_Listens):
-    """From a port of this host's loopback through the door at `host`, as long as it takes to pass that."""
+    """A passage from a port of this host's loopback through the door at `host`; it has `patience` seconds to pass."""
 
     def __init__(self, host: str, port: int, own: DoorGuard, patience: float) -> None:
         self.leads = host, port, own, patience
@@ -472,8 +474,8 @@ class _Passage(_Listens):
 
 
 def _is_ours(port: int, to: int) -> bool:
-    """Whether the connection from one port of the loopback to another is of this process's user. (Where the system does
-    not say, it is taken for that.)"""
+    """Return whether the connection from one port of the loopback to another is of this process's user; True if the
+    system does not say."""
     for table in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")):
         if not table.exists():
             return True
@@ -485,7 +487,7 @@ def _is_ours(port: int, to: int) -> bool:
 
 
 def _run(what: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns, in the thread of this process that the doors run in."""
+    """Run a coroutine in this process's thread for doors, and return its result."""
     if JOB.loop is None or JOB.loop_of != os.getpid():  # a fork has none of its parent's threads
         JOB.loop, JOB.loop_of = asyncio.new_event_loop(), os.getpid()
         threading.Thread(target=JOB.loop.run_forever, name="partway door", daemon=True).start()
@@ -493,7 +495,7 @@ def _run(what: Coroutine[Any, Any, T]) -> T:
 
 
 def _started(what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A coroutine that was started there."""
+    """Start a coroutine in that thread."""
 
     async def start() -> asyncio.Task[None]:
         return asyncio.create_task(what)

@@ -1,9 +1,8 @@
-"""Which GPU a rank takes. Each has one of its own; with PARTWAY_SHARE_GPU=1 ranks may share one.
+"""The GPU of a rank. Each rank has its own; with PARTWAY_SHARE_GPU=1 ranks may share one.
 
-NCCL refuses two ranks of one host on one GPU, and takes for a host what NCCL_HOSTID names. So ranks that share a GPU
-say that they are hosts of their own, and send to each other over sockets: numbers, orders and waits are those of as
-many GPUs, times are not. (From NCCL 2.30.3 on it has a way of its own: where NCCL_MULTI_RANK_GPU_ENABLE is set, it is
-left to that.)
+NCCL refuses two ranks of one host on one GPU, and tells hosts apart by NCCL_HOSTID. So ranks that share a GPU pose as
+hosts of their own, and send to each other over sockets: numbers, orders and waits are those of as many GPUs, times are
+not. (NCCL 2.30.3 and newer can share GPUs by itself: if NCCL_MULTI_RANK_GPU_ENABLE is set, it is left to that.)
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from ...strategy.errors import RuntimeStateError
 
 SHARE = "PARTWAY_SHARE_GPU"
 _BY_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
-# Of ranks that share a GPU. Each of their kernels holds this many multiprocessors until its peers' run, too.
+# For ranks that share a GPU. Each of their kernels holds this many multiprocessors until its peers' run, too.
 _SHARING = {"NCCL_MAX_CTAS": "2"}
 _AS_HOSTS = {"NCCL_NET": "Socket"}
 
 
 def may_share() -> bool:
-    """Whether ranks may share a GPU. Raises RuntimeStateError where the variable is neither 0 nor 1."""
+    """Return whether ranks may share a GPU. Raises RuntimeStateError if the variable is neither 0 nor 1."""
     text = os.environ.get(SHARE, "0")
     if text not in ("0", "1"):
         raise RuntimeStateError(f"{SHARE} is {text!r}; it must be 1 (ranks may share a GPU) or 0")
@@ -32,13 +31,13 @@ def may_share() -> bool:
 
 
 def take(store: Any, rank: int, local: int | None, one_host: bool) -> int:
-    """The number of the GPU of this process, which becomes its current one. The ranks claim theirs in `store`.
+    """Claim a GPU in `store`, make it the current one of this process, and return its number.
 
-    local      the position on its host, which counts through the GPUs that this process sees: often one that is its
-               own; None: not known
+    local      the rank's position on its host, which indexes the GPUs that this process sees (often only its own);
+               None: not known
     one_host   all ranks are on this host
 
-    Raises RuntimeStateError where another rank has it, and they may not share.
+    Raises RuntimeStateError if another rank has the GPU, and they may not share.
     """
     position, seen = local if local is not None else rank if one_host else 0, torch.cuda.device_count()
     index = position % seen
@@ -55,7 +54,7 @@ def take(store: Any, rank: int, local: int | None, one_host: bool) -> int:
 
 
 def take_of(rank: int, ranks: int) -> None:
-    """Make a GPU the current one of process `rank` of `ranks`, which were started to measure something."""
+    """Make a GPU the current one of process `rank` of `ranks`, which were started for a measurement."""
     check_enough(ranks)
     count = torch.cuda.device_count()
     if ranks > count:
@@ -74,7 +73,7 @@ def check_enough(ranks: int) -> None:
 
 
 def share(rank: int, one_host: bool) -> None:
-    """Have NCCL take this process for a host of its own; what the environment says already stays."""
+    """Make NCCL treat this process as a host of its own; variables that are set already stay."""
     wanted = dict(_SHARING)
     if _BY_NCCL not in os.environ:
         wanted |= _AS_HOSTS | {"NCCL_HOSTID": f"{socket.gethostname()}/{rank}"}

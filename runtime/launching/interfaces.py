@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 addresses of this host's interfaces, where the system is one that can be asked (Linux)."""
+    """The IPv4 addresses of this host's interfaces; empty if the system cannot be asked (only Linux can)."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -27,30 +27,30 @@ def addresses() -> dict[str, str]:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """IPv6 for an address of it; IPv4 for all else, names included."""
+    """IPv6 for an IPv6 address; IPv4 for everything else, names included."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def place_of(host: str, port: int) -> str:
-    """A host and its port as one writes them: an address of IPv6 in brackets."""
+    """Format a host and its port, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def from_here(host: str, port: int = 1) -> str:
-    """The address of this host on the way to another, or to itself; nothing is sent. Raises OSError where there is no
-    way."""
+    """The address from which this host reaches another, or itself; nothing is sent. Raises OSError if there is no
+    route."""
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as way:
         way.connect((host, port or 1))
         return str(way.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is of the host itself, and of no network."""
+    """Return whether an address belongs to the host itself, and to no network."""
     return address.startswith("127.") or address == "::1"
 
 
 def place() -> str:
-    """What tells hosts apart whose names are alike: the system's start, and the container's network."""
+    """A text that tells apart hosts of the same name: the boot of the system, and the container's network."""
     told = [socket.gethostname()]
     with suppress(OSError):
         told += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -58,11 +58,11 @@ def place() -> str:
 
 
 def is_up(name: str) -> bool:
-    """Whether an interface is switched on."""
+    """Return whether an interface is up."""
     return bool(int(Path("/sys/class/net", name, "flags").read_text(), 16) & 1)
 
 
 def kind(name: str) -> str:
-    """The kernel's word for what an interface is, such as "wireguard"; "" for those that have none."""
+    """The kernel's word for the kind of an interface, such as "wireguard"; "" if it has none."""
     lines = Path("/sys/class/net", name, "uevent").read_text().splitlines()
     return next((line.partition("=")[2] for line in lines if line.startswith("DEVTYPE=")), "")

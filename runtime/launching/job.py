@@ -1,4 +1,4 @@
-"""What this process has of its job, and of being a process: what it opened, set and was asked for."""
+"""What this process keeps about its job and about itself: what it opened, what it set, and what scripts asked for."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 class JobState:
     """The job of a process.
 
-    wanted           what a script asks of `init` for its security, if anything (security.py)
-    bound            the variables of the environment that were set for it
+    wanted           the security that a script asks of `init`, if any (security.py)
+    bound            the environment variables that were set for it
     in_plain         the backends that this process has used without TLS of their own
-    doors            what is open until `shut`, and the passages to doors of others (door.py)
-    loop             in which they run, in a thread of the process `loop_of`; None until it is needed
-    pulses           one, where a scheduler has let this process in (worker.py)
+    doors            the doors that are open until `shut`, and the passages to doors of others (door.py)
+    loop             the event loop of the doors, in a thread of the process `loop_of`; None until it is needed
+    pulses           one, if a scheduler has admitted this process (worker.py)
     before_shutdown  what `shutdown` calls first, in order
-    local_ranks      the process group that was started here, if one was, and the local rank (process.py)
-    starts           how often one was started here: what each keeps in a store has its number
-    mesh             the mesh that was set where no launcher started the process (ops/where.py)
+    local_ranks      the process group that was started here, if any, and the local rank (process.py)
+    starts           how often one was started here: the keys of each in a store have its number
+    mesh             the mesh that was set in a process without a launcher (ops/where.py)
     lock             of the threads that take a number of `folders`
-    folders          by process, since a fork has none of its parent's, and by path: the folder that was taken there for
-                     graphs, and the numbers of its calls (graphs/record.py)
+    folders          by process, since a fork has none of its parent's, and by path: the folder taken for graphs
+                     there, and the numbers of its calls (graphs/record.py)
     """
 
     wanted: Wanted | None = None

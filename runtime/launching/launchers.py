@@ -1,4 +1,4 @@
-"""What started this process: the launchers that Partway knows, by the variables they set in the environment.
+"""Find the launcher of this process among those that Partway knows, by the variables that it sets in the environment.
 
     torchrun                  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK picks the GPU
     the scheduler             MS_ROLE, MS_WORKER_NUM, MS_SCHED_HOST, MS_SCHED_PORT; MS_NODE_ID asks for a rank
@@ -6,10 +6,10 @@
     mpirun of MPICH, Intel    PMI_RANK, PMI_SIZE; MPI_LOCALRANKID
     srun of Slurm             SLURM_PROCID, SLURM_STEP_NUM_TASKS; SLURM_LOCALID
 
-The first of these that is there counts, since one may start another: srun or mpirun a torchrun on each node, srun an
-mpirun. One that starts a single process is none: such a shell may simulate. What is neither one nor the other is an
-error and not a simulation, which would train a whole copy in each process of a job. Ray Train makes a process group,
-which is used as it is; a trainer of its that makes none sets no variable, either, so that Ray itself is asked.
+The first one found counts, since one launcher may start another: srun or mpirun a torchrun on each node, srun an
+mpirun. A launcher of a single process does not count: its shell may simulate. A partial environment is an error and not
+a simulation, which would train a whole copy in each process of a job. Ray Train makes a process group, which is used as
+it is; a trainer of Ray's that makes none sets no variable, either, so Ray itself is asked.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from ...strategy.errors import RuntimeStateError
 from .interfaces import place_of
 
 SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it
-READY = "PARTWAY_READY_FILE"  # a file that is written when this process has come to its job
+READY = "PARTWAY_READY_FILE"  # a file that this process writes when it has joined its job
 TORCHRUN, SCHEDULER = "torchrun", "the scheduler"
 _REQUIRED = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     SCHEDULER: ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT"),
 }
 _ALONE = {"WORLD_SIZE": "RANK", "MS_WORKER_NUM": "MS_ROLE", "MS_SCHED_HOST": "MS_ROLE", "MS_SCHED_PORT": "MS_ROLE"}
-_PORTS = range(20000, 32768)  # below those that systems give to connections that go out
+_PORTS = range(20000, 32768)  # below the ports that systems give to outgoing connections
 
 
 @dataclass(frozen=True)
 class _Tasks:
-    """A launcher that numbers its processes and has no place where they meet: its variables."""
+    """A launcher that numbers its processes and has no meeting place: its variables."""
 
     name: str
     rank: str
     size: str
     local_rank: str
     on_one_host: tuple[str, str]  # these are equal where all processes are on one host
-    hosts: str  # whose first is that of rank 0
-    job: tuple[str, ...]  # what tells one of its jobs from another
+    hosts: str  # the first is that of rank 0
+    job: tuple[str, ...]  # tells its jobs apart
     give: str  # how to give a variable to all processes
 
 
@@ -72,12 +72,12 @@ _TASKS = (
 class Launch:
     """What a launcher says of this process.
 
-    launcher     which
+    launcher     its name
     rank, size   of the processes; the scheduler's workers get their ranks when they meet (None)
     local_rank   the position on its host; None: not known yet
     host, port   where the processes meet
     one_host     whether the launcher says that all processes are on one host
-    job          what tells this job from others that may meet there; "" if the launcher has one meeting place a job
+    job          tells this job from others that may meet there; "" if each job has its own meeting place
     """
 
     launcher: str
@@ -96,7 +96,7 @@ class Launch:
 
 
 def started(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher started this process, or half of one's variables say so."""
+    """Return whether a launcher started this process, or some of its variables are set."""
     env = os.environ if environment is None else environment
     leads = "RANK" in env or ("MS_ROLE" in env and not _has_servers(env))
     half = _is_batch(env) or _half_of_one(env) is not None or _of_ray() is not None
@@ -105,7 +105,7 @@ def started(environment: Mapping[str, str] | None = None) -> bool:
 
 def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """What started this process; None if no launcher did. Raises RuntimeStateError for variables that are missing, are
-    no numbers, or contradict each other; it says what is there and what to set."""
+    not numbers, or contradict each other, with the variables there are and those to set."""
     env = os.environ if environment is None else environment
     tasks = _tasks_in(env)
     if "RANK" in env and "MS_ROLE" in env and not _has_servers(env):
@@ -141,12 +141,12 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def simulated() -> int | None:
-    """The number of virtual devices that the environment asks for, if it does."""
+    """The number of virtual devices that the environment asks for; None if it asks for none."""
     return number(SIMULATE, 1) if SIMULATE in os.environ else None
 
 
 def number(name: str, least: int, environment: Mapping[str, str] | None = None) -> int:
-    """A variable as a number. Raises RuntimeStateError if it is none, or less than `least`."""
+    """A variable as a number. Raises RuntimeStateError if it is not one, or less than `least`."""
     text = (os.environ if environment is None else environment)[name]
     if not text.isdecimal() or int(text) < least:
         raise RuntimeStateError(f"{name} is {text!r}; it must be an int of {least} or more")
@@ -154,7 +154,7 @@ def number(name: str, least: int, environment: Mapping[str, str] | None = None) 
 
 
 def address_in(env: Mapping[str, str], name: str) -> str:
-    """A variable as a host's name or address; one of IPv6 may have brackets."""
+    """A variable as a host's name or address; an IPv6 address may have brackets."""
     return env.get(name, "").removeprefix("[").removesuffix("]")
 
 
@@ -163,7 +163,7 @@ def _torchrun(env: Mapping[str, str], tasks: _Tasks | None) -> Launch:
     rank, size = number("RANK", 0, env), number("WORLD_SIZE", 1, env)
     if rank >= size:
         raise RuntimeStateError(f"RANK is {rank}, and WORLD_SIZE {size}; ranks are 0 to {size - 1}")
-    by_hand = "TORCHELASTIC_RUN_ID" not in env  # torchrun itself may be started by another launcher, once a node
+    by_hand = "TORCHELASTIC_RUN_ID" not in env  # another launcher may start torchrun itself, once a node
     if by_hand and tasks is not None and (env[tasks.rank], env[tasks.size]) != (env["RANK"], env["WORLD_SIZE"]):
         raise RuntimeStateError(
             f"two launchers started this process: RANK={rank} and WORLD_SIZE={size} are torchrun's, and {tasks.name} "
@@ -195,18 +195,17 @@ def _of_tasks(kind: _Tasks, env: Mapping[str, str]) -> Launch:
 
 
 def _has_servers(env: Mapping[str, str]) -> bool:
-    """Whether MS_ROLE is of a parameter server, whose workers are no ranks of one program."""
+    """Return whether MS_ROLE belongs to a parameter server, whose workers are not ranks of one program."""
     return env.get("MS_SERVER_NUM", "0") != "0"
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or an address is of the loopback."""
+    """Return whether a name or an address is of the loopback."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _parent_of_session() -> str:
-    """What started the session that this process is in: a launcher's process on this host, where each task is a session
-    of its own."""
+    """The parent of this process's session: a launcher's process on this host, if each task is a session of its own."""
     try:
         status = Path(f"/proc/{os.getsid(0)}/stat").read_text()
     except OSError:
@@ -220,31 +219,31 @@ def first_host(hosts: str) -> str:
 
 
 def _tasks_in(env: Mapping[str, str]) -> _Tasks | None:
-    """The launcher of which this process is one of several tasks."""
+    """The launcher that started this process as one of several tasks; None if there is none."""
     here = () if _by_ray(env) else _TASKS
     return next((kind for kind in here if kind.rank in env and env.get(kind.size, "1") != "1"), None)
 
 
 def _half_of_one(env: Mapping[str, str]) -> str | None:
-    """A variable that means nothing without another; a WORLD_SIZE of 1 asks for nothing."""
+    """A variable that means nothing without another, if it is set alone; a WORLD_SIZE of 1 asks for nothing."""
     of_servers = _has_servers(env)
     names = [name for name in _ALONE if name in env and not (of_servers and name.startswith("MS_"))]
     return next((name for name in names if name != "WORLD_SIZE" or env[name] != "1"), None)
 
 
 def _is_batch(env: Mapping[str, str]) -> bool:
-    """Whether this is a batch script of Slurm, which is no task of its job but starts them."""
+    """Return whether this is a batch script of Slurm, which starts the tasks of its job but is none."""
     return (
         env.get("SLURM_NTASKS", "1") != "1"
-        and "SLURM_PROCID" in env  # which a shell of salloc has not
+        and "SLURM_PROCID" in env  # a shell of salloc has no SLURM_PROCID
         and "SLURM_STEP_NUM_TASKS" not in env
         and not _by_ray(env)
     )
 
 
 def tell_ready() -> None:
-    """Write the file that PARTWAY_READY_FILE names, if it does: this process has come to its job. What starts processes
-    may look for it, as Kubernetes' probes do. Raises RuntimeStateError, also where another file is there."""
+    """Write the file that PARTWAY_READY_FILE names, if it is set: this process has joined its job. Kubernetes' probes,
+    for example, look for it. Raises RuntimeStateError, also if another file is there."""
     if path := os.environ.get(READY):
         try:
             if is_foreign("the mark", path):
@@ -255,12 +254,13 @@ def tell_ready() -> None:
 
 
 def _by_ray(env: Mapping[str, str]) -> bool:
-    """Whether a node of Ray started this process: what srun or mpirun say there is of the node, not of its workers."""
+    """Return whether a node of Ray started this process: variables of srun or mpirun then describe the node, not its
+    workers."""
     return env.get("RAY_RAYLET_PID") == str(os.getppid())
 
 
 def _of_ray() -> str | None:
-    """Which of several workers of Ray Train this process is."""
+    """Describe this process as one of several workers of Ray Train; None if it is not."""
     train = sys.modules.get("ray.train")  # a worker has imported it
     try:
         context = train.get_context() if train is not None else None

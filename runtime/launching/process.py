@@ -29,13 +29,13 @@ from . import door, gpus, scheduler, security, worker
 from .job import JOB
 from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started, tell_ready
 
-_PATIENCE = timedelta(seconds=300)  # PyTorch's, for a store
+_PATIENCE = timedelta(seconds=300)  # PyTorch's default for a store
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
 
 def launched() -> bool:
-    """Whether this process is one of several that run the program, a rank each: a launcher started it, or there is
-    a process group already."""
+    """Return whether this process is one of several that run the program, a rank each: a launcher started it, or there
+    is a process group already."""
     return dist.is_initialized() or started()
 
 
@@ -59,7 +59,7 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
     limit = _read_timeout(timeout)
     Door.JOIN_SERVERS()
     if not launched():
-        return simulated() or simulate or 1  # which sends nothing
+        return simulated() or simulate or 1  # a simulation sends nothing
     if not dist.is_initialized():
         _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"), limit)
         return dist.get_world_size()
@@ -92,8 +92,8 @@ def get_group_size() -> int:
 
 
 def get_local_rank() -> int:
-    """The position of this process among those of its host, which take a GPU each: 0 where no launcher started it.
-    Raises RuntimeStateError before `init`, and where a process group was there that nothing says it of."""
+    """The position of this process among those of its host, which take a GPU each: 0 if no launcher started it. Raises
+    RuntimeStateError before `init`, and for an existing process group without local ranks."""
     if not _ready():
         return 0
     local = JOB.local_ranks.get(dist.group.WORLD)
@@ -107,8 +107,7 @@ def get_local_rank() -> int:
 
 
 def shutdown() -> None:
-    """End the default process group, and what this process has to do with a parameter server; nothing to do where there
-    is none.
+    """End the default process group, and this process's part in a parameter server; does nothing if there is neither.
 
     Raises RuntimeStateError if what the ranks ran since the last call of a sharded function turns out to differ.
     """
@@ -127,12 +126,12 @@ def shutdown() -> None:
 
 
 def before_shutdown(wait: Callable[[], object]) -> None:
-    """Have `shutdown` call `wait` before it ends the process group, which another thread still uses."""
+    """Make `shutdown` call `wait` before it ends the process group, which another thread may still use."""
     JOB.before_shutdown[wait] = None
 
 
 def device_type() -> str:
-    """Where the ranks of the process group compute: "cuda" or "cpu"."""
+    """The type of device on which the ranks of the process group compute: "cuda" or "cpu"."""
     return "cuda" if has_nccl() else "cpu"
 
 
@@ -162,7 +161,7 @@ def _read_timeout(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def _start(backend: str, timeout: timedelta | None) -> None:
-    """Join the default process group as the launcher's variables say."""
+    """Join the default process group as described by the launcher's variables."""
     found = launch()
     assert found is not None
     way = security.prepare(found, backend)
@@ -187,7 +186,7 @@ def _start(backend: str, timeout: timedelta | None) -> None:
 
 
 def _warn_of_restarts() -> None:
-    """Ranks that torchrun starts again read in its store what those before them have left there."""
+    """Warn that ranks which torchrun restarts read the values of their predecessors in its store."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and dist.group.WORLD not in JOB.local_ranks
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and dist.get_rank() == 0:
         warnings.warn(
@@ -198,7 +197,7 @@ def _warn_of_restarts() -> None:
 
 
 def _check_that_it_is_protected() -> None:
-    """A group that something else has made was made without what was asked for."""
+    """Raise RuntimeStateError for an existing process group: it was made without the protection that was asked for."""
     if dist.group.WORLD in JOB.local_ranks:
         return
     asked = "set_ps_context(enable_ssl=True)" if security.wanted() else door.SECRET if door.secret() else ""
@@ -210,8 +209,8 @@ def _check_that_it_is_protected() -> None:
 
 
 def _of_torchrun(found: Launch, timeout: timedelta | None, secured: security.Way | None) -> Any:
-    """Torchrun's own store or, where the ranks' meeting is to be protected, one that rank 0 keeps, whose address is
-    there: who changes that can keep the ranks apart, and no more."""
+    """Torchrun's own store or, if the meeting of the ranks has to be protected, one that rank 0 keeps and whose address
+    is in torchrun's: whoever changes that can keep the ranks apart, but no more."""
     store, own, name = _kept_by_torchrun(timeout), security.guard(), f"door/{JOB.starts}"
     if own is None and secured is None:
         return store
@@ -224,7 +223,8 @@ def _of_torchrun(found: Launch, timeout: timedelta | None, secured: security.Way
 
 
 def _listener(found: Launch, secured: security.Way | None) -> socket.socket:
-    """Where rank 0 keeps a store. Its own name may stand for an address of its loopback, where no other host comes."""
+    """The socket of rank 0's store. Rank 0's own name may stand for an address of its loopback, which no other host
+    reaches."""
     host = (
         secured.address
         if secured is not None and secured.interface
@@ -240,8 +240,8 @@ def _listener(found: Launch, secured: security.Way | None) -> socket.socket:
 
 
 def _kept_by_torchrun(timeout: timedelta | None) -> Any:
-    """The store of torchrun, which outlives the processes that it starts again, and their groups: what is kept there
-    bears the number of both, or the next ranks would read where those of the last group listened."""
+    """The store of torchrun, which outlives the processes that it restarts, and their groups: keys have the numbers of
+    both, or the next ranks would read where those of the last group listened."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, _, _ = next(dist.rendezvous("env://", **limit))  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -249,7 +249,7 @@ def _kept_by_torchrun(timeout: timedelta | None) -> Any:
 
 
 def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
-    """The store, the rank and the local rank of this worker. The scheduler itself ends here, when its workers have."""
+    """The store, the rank and the local rank of this worker. The scheduler itself ends here, after its workers."""
     role = os.environ["MS_ROLE"]
     if role == "MS_SCHED":
         scheduler.keep(found)
@@ -260,7 +260,8 @@ def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, in
 
 
 def meet(found: Launch, timeout: timedelta | None, secured: security.Way | None = None) -> Any:
-    """A store that rank 0 keeps and the others reach. Raises RuntimeStateError where it cannot, or they cannot."""
+    """A store that rank 0 keeps and the others reach. Raises RuntimeStateError if rank 0 cannot keep it, or others
+    cannot reach it."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     keeps, own = found.rank == 0, security.guard()
     try:
@@ -282,5 +283,5 @@ def meet(found: Launch, timeout: timedelta | None, secured: security.Way | None 
 
 
 def _of_job(found: Launch, store: Any) -> Any:
-    """What this job keeps in a store that others may come to by mistake."""
+    """A view of a store with the keys of this job alone, since others may use the store by mistake."""
     return dist.PrefixStore(f"partway/{found.job}", store)  # type: ignore[attr-defined]

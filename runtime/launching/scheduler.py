@@ -1,20 +1,20 @@
 """The scheduler of a job, and its workers: how they find each other, and end together.
 
-The process whose MS_ROLE is MS_SCHED trains nothing. It keeps the store (torch.distributed's) through which the
-workers (MS_WORKER) find each other, gives them ranks, and looks after them:
+The process whose MS_ROLE is MS_SCHED trains nothing. It keeps the store (torch.distributed's) through which the workers
+(MS_WORKER) find each other, gives them ranks, and looks after them:
 
-    cards      a worker that comes hands in what it is: its host, its process, the versions that it runs
-    answers    the scheduler answers each with its rank, or with what is wrong with it. Nobody gets a rank before
-               MS_WORKER_NUM workers have come; where too few come in MS_TOPO_TIMEOUT seconds, all are told who did
-    beats      a worker says twice a second that it lives. One that is silent for MS_NODE_TIMEOUT seconds, or whose
+    cards      a worker hands in its card: its host, its process, the versions that it runs
+    answers    the scheduler answers each with its rank, or with the reason for a refusal. Nobody gets a rank before
+               MS_WORKER_NUM workers have come; if too few come in MS_TOPO_TIMEOUT seconds, all are told who did
+    beats      a worker gives a sign of life twice a second. One that is silent for MS_NODE_TIMEOUT seconds, or whose
                process is gone, has failed
     the end    when all workers have ended well, the scheduler does; when one fails, all others and the scheduler end
-               within seconds, with what it was
-    attempts   with MS_ENABLE_RECOVERY=1 all others start again instead, and wait for one that takes its place. What an
-               attempt has in the store bears its number, so that nothing of the last one is read
+               within seconds, with its error
+    attempts   with MS_ENABLE_RECOVERY=1 all others start again instead, and wait for a replacement. The keys of an
+               attempt in the store have its number, so that no value of the last one is read
 
-The workers' side is worker.py. What is in the store is JSON. (torch's own rendezvous keeps pickles there, which run
-what they say.)
+The workers' side is worker.py. The values in the store are JSON. (torch's own rendezvous keeps pickles there, which can
+run code.)
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from .interfaces import place_of
 from .launchers import Launch, number
 from .security import guard
 
-AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
+AGAIN = 128 + signal.SIGTERM  # the exit status of a process that was asked to end, and may be started again
 BEAT = 0.5  # seconds between two signs of life
-GRACE = 3.0  # seconds in which a process may end by itself, and say why, before it is ended
+GRACE = 3.0  # seconds in which a process may end by itself, with its error, before it is forced to
 _LOOK = 0.1  # seconds between two looks of the scheduler
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a worker says of itself. `space`: where its process has its number; `node`: the rank that it asks for by
+    """What a worker says of itself. `space`: the namespace of its process number; `node`: the rank that it asks for by
     MS_NODE_ID; `recovers`: whether it starts again with the others."""
 
     host: str
@@ -67,20 +67,20 @@ class Card:
 
     @classmethod
     def own(cls, workers: int) -> Card:
-        """That of this process."""
+        """The card of this process."""
         node = number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else None
         return cls(socket.gethostname(), _space(), os.getpid(), node, workers, versions(), recovers())
 
 
 def versions() -> str:
-    """What has to be alike in all processes of a job."""
+    """The versions that have to be the same in all processes of a job."""
     from importlib.metadata import version
 
     return f"partway {version('partway')}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def seconds_of(name: str, default: float) -> float:
-    """A variable as a time in seconds. Raises RuntimeStateError if it is none."""
+    """A variable as a time in seconds. Raises RuntimeStateError if it is not one."""
     text = os.environ.get(name, str(default))
     try:
         value = float(text)
@@ -92,8 +92,8 @@ def seconds_of(name: str, default: float) -> float:
 
 
 def recovers() -> bool:
-    """Whether MS_ENABLE_RECOVERY asks that workers start again where one failed. Raises RuntimeStateError for what is
-    neither 0 nor 1."""
+    """Return whether MS_ENABLE_RECOVERY asks workers to start again after a failure. Raises RuntimeStateError for a
+    value other than 0 or 1."""
     text = os.environ.get("MS_ENABLE_RECOVERY", "0")
     if text not in ("0", "1"):
         raise RuntimeStateError(f"MS_ENABLE_RECOVERY is {text!r}; it is 1, or 0 for no recovery")
@@ -101,14 +101,14 @@ def recovers() -> bool:
 
 
 def key(attempt: int, name: str) -> str:
-    """What an attempt calls `name` in the store."""
+    """The key of `name` in the store, for one attempt."""
     return f"partway/{attempt}/{name}"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker's word of how it ended: "done", "failed", "asked" to end by a signal, or it "left" with one that was.
-    `order`: which word of its attempt it was; `text`: the error, or the signal."""
+    """A worker's report of its end: "done", "failed", "asked" to end by a signal, or it "left" with one that was.
+    `order`: the position of the report in its attempt; `text`: the error, or the signal."""
 
     kind: str
     order: int = 0
@@ -117,8 +117,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Over:
-    """The scheduler's word that an attempt is over: why, whether the workers start again, which of them does not since
-    it is the one that failed (one that was only silent may), and with which status the scheduler ends if not."""
+    """The scheduler's word that an attempt is over: the reason, whether the workers start again, the worker that does
+    not because it failed (one that was only silent may), and else the exit status of the scheduler."""
 
     why: str
     again: bool
@@ -128,7 +128,7 @@ class Over:
 
 def keep(found: Launch) -> None:
     """Be the scheduler of a job until all its workers have ended. Raises RuntimeStateError if one failed and the job
-    does not recover, and SystemExit if it was asked to end."""
+    does not recover, and SystemExit if the scheduler was asked to end."""
     scheduler = _Scheduler(found)
     with _until_asked_to_end():
         try:
@@ -149,13 +149,13 @@ class _Scheduler:
         self._silence = seconds_of("MS_NODE_TIMEOUT", 30)
         self._store = _listening(found.host, found.port)
         self._attempt = 1
-        self._counted, self._awaited = 0, set[int]()  # those that have come, and of them those without a card yet
-        self._cards: dict[int, Card] = {}  # of those that were let in to this attempt, by the number of their card
-        self._next: dict[int, tuple[Card, float]] = {}  # of those that may be let in to the next one, and since when
+        self._counted, self._awaited = 0, set[int]()  # workers that have come, and those of them without a card yet
+        self._cards: dict[int, Card] = {}  # workers of this attempt, by the number of their card
+        self._next: dict[int, tuple[Card, float]] = {}  # candidates for the next attempt, with their time of arrival
         self._runs = False  # whether this attempt has its workers
 
     def run(self) -> None:
-        """Let the workers in, and look after them until they have ended; again, where one failed and the job recovers.
+        """Admit the workers, and look after them until they have ended; again after a failure if the job recovers.
         Raises RuntimeStateError or SystemExit if one failed for good."""
         while (ranks := self._admit()) and (over := self._watch(ranks)) is not None:
             self.tell(over)
@@ -179,7 +179,7 @@ class _Scheduler:
                 self._answer(one, error=over.why)
 
     def ends_well(self) -> bool:
-        """Whether all workers end well in the time in which they look for what they were told."""
+        """Return whether all workers end well in the time in which they look for the scheduler's word."""
         end = time.monotonic() + GRACE + 2 * BEAT
         while time.monotonic() < end:
             if len(self._done(self._attempt)) == self._size:
@@ -188,7 +188,7 @@ class _Scheduler:
         return False
 
     def _admit(self) -> dict[int, Card]:
-        """The workers, by their ranks, when all have come; none, where the last attempt has ended well after all."""
+        """The workers, by their ranks, when all have come; empty if the last attempt has ended well after all."""
         begin = time.monotonic()
         end = begin + self._patience
         while len(self._cards) < self._size:
@@ -231,13 +231,13 @@ class _Scheduler:
         raise RuntimeStateError(why)
 
     def _done(self, attempt: int) -> list[int]:
-        """The ranks that have said that they ended well in an attempt."""
+        """The ranks that have reported a good end in an attempt."""
         words = {rank: key(attempt, f"ended/{rank}") for rank in range(self._size)}
         there = [rank for rank, word in words.items() if self._store.check([word])]
         return [rank for rank in there if Ended(*json.loads(self._store.get(words[rank]))).kind == "done"]
 
     def _look(self) -> None:
-        """Read the cards of those that have come, let in who fits, and answer who cannot be let in."""
+        """Read the cards of new workers, admit those that fit, and answer those that cannot be admitted."""
         count = self._store.add("partway/count", 0)
         self._awaited |= set(range(self._counted + 1, count + 1))
         self._counted = count
@@ -245,7 +245,7 @@ class _Scheduler:
             self._awaited.discard(one)
             try:
                 card = Card(**json.loads(self._store.get(f"partway/card/{one}")))
-            except (TypeError, ValueError):  # of no worker of ours
+            except (TypeError, ValueError):  # from no worker of ours
                 continue
             self._next[one] = card, time.monotonic()
         for one, (card, since) in list(self._next.items()):
@@ -253,7 +253,7 @@ class _Scheduler:
             wrong = self._refused(card) or (None if waits else self._without_room(card))
             if wrong:
                 self._answer(one, error=f"{card} is not let in by the scheduler at {self._where}: {wrong}")
-            elif waits:  # it may take the place of one that is not known to have failed yet
+            elif waits:  # it may replace one whose failure is not known yet
                 continue
             else:
                 self._cards[one] = card
@@ -284,13 +284,14 @@ class _Scheduler:
         self._store.set(f"partway/answer/{one}", json.dumps(answer))
 
     def _watch(self, ranks: dict[int, Card]) -> Over | None:
-        """Look after the workers. What the first that failed said; None when all have ended well."""
+        """Look after the workers. Returns the word that the attempt is over if one failed; None when all have ended
+        well."""
         beats = dict.fromkeys(ranks, (0, time.monotonic()))
         left, ended, until, now = dict(ranks), dict[int, Ended](), float("inf"), time.monotonic()
         while left and time.monotonic() <= until:
             self._look()
             last, now = now, time.monotonic()
-            if now - last > GRACE:  # this process was stopped, and what its workers said is still to be read
+            if now - last > GRACE:  # this process was stopped, and has yet to read the words of its workers
                 beats = {rank: (count, now) for rank, (count, _) in beats.items()}
             for rank, card in list(left.items()):
                 count = self._store.add(key(self._attempt, f"beat/{rank}"), 0)
@@ -332,7 +333,7 @@ class _EndSignal(BaseException):
 
 @contextmanager
 def _until_asked_to_end() -> Iterator[None]:
-    """Raise _Asked for a signal that asks this process to end, but for those that it ignores."""
+    """Raise _EndSignal for a signal that asks this process to end, except signals that it ignores."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -369,12 +370,12 @@ def _listening(host: str, port: int) -> Any:
 
 
 def _is_gone(card: Card) -> bool:
-    """Whether a process of this host has ended without a word."""
+    """Return whether a process of this host has ended without a word."""
     return card.space == _space() != "" and not is_alive(card.process)
 
 
 def _space() -> str:
-    """What tells whether two processes see each other's numbers: the system's start, and the container."""
+    """The namespace in which processes see each other's numbers: the boot of the system, and the container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

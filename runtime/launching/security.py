@@ -1,12 +1,12 @@
-"""No byte leaves the host in plain: what `set_ps_context(enable_ssl=True)` asks of `init`, or it is an error.
+"""Keep every byte from leaving the host in plain: `set_ps_context(enable_ssl=True)` makes `init` do so or fail.
 
     the interface   all ranks meet at, and gloo and NCCL bind to, an interface that encrypts: WireGuard, as the kernel
                     says, or one that is declared to
     one host        all ranks are on one host: they meet, and gloo and NCCL bind, on the loopback
-    gloo's TLS      with certificates, where PyTorch was built so; its wheels are not
+    gloo's TLS      with certificates, if PyTorch was built with it; its wheels are not
 
-`prepare` chooses before anything is sent; `confirm` has the ranks compare what they chose, in the store, before a
-process group is made.
+`prepare` chooses before anything is sent; `confirm` has the ranks compare their choices, in the store, before a process
+group is made.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a script asks for: an interface, if any, those that are declared to encrypt, and the certificates by which
-    ranks meet, if any."""
+    """What a script asks for: an interface, if any, the interfaces declared to encrypt, and the certificates for the
+    meeting of the ranks, if any."""
 
     interface: str | None = None
     declared: tuple[str, ...] = ()
@@ -55,14 +55,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Way:
-    """How nothing leaves the host in plain: the `interface` that all bind to, and this host's `address` on it."""
+    """A way on which nothing leaves the host in plain: the `interface` that all bind to, and this host's `address` on
+    it."""
 
     interface: str
     address: str
     text: str
 
     def leads_to(self, host: str) -> bool:
-        """Whether what this host sends to another stays on the interface, if there is one."""
+        """Return whether data from this host to another stays on the interface, if there is one."""
         if not self.interface:
             return True
         source = _from_here(host)
@@ -70,31 +71,32 @@ class Way:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is the loopback."""
+        """Return whether the interface is the loopback."""
         return interfaces.is_loopback(self.address)
 
 
 def want(wanted: Wanted | None) -> None:
-    """What the next `init` is asked for; None for nothing."""
+    """Set the protection of the next `init`; None for none."""
     JOB.wanted = wanted
 
 
 def wanted() -> Wanted | None:
-    """What `init` is asked for."""
+    """The protection that `init` is asked for."""
     return JOB.wanted
 
 
 def guard() -> DoorGuard | None:
-    """Who is let in to the store in which the ranks meet; None: all. Raises RuntimeStateError for a wrong secret."""
+    """The guard of the store in which the ranks meet; None: all are admitted. Raises RuntimeStateError for a wrong
+    secret."""
     contexts = None if JOB.wanted is None else JOB.wanted.contexts
     known = secret()
     return DoorGuard(known, contexts) if known or contexts is not None else None
 
 
 def prepare(found: Launch, backend: str) -> Way | None:
-    """Choose how, and bind gloo and NCCL of this process so; None where nothing is wanted. Nothing is sent.
+    """Choose a way, and bind gloo and NCCL of this process to it; None if no protection is wanted. Nothing is sent.
 
-    Raises RuntimeStateError where there is no way, or the environment contradicts it.
+    Raises RuntimeStateError if there is no way, or the environment contradicts it.
     """
     asked = wanted()
     if asked is None:
@@ -114,15 +116,15 @@ def prepare(found: Launch, backend: str) -> Way | None:
 
 
 def release() -> None:
-    """Unset the variables that `prepare` has set."""
+    """Unset the variables that `prepare` set."""
     for name in JOB.bound:
         os.environ.pop(name, None)
     JOB.bound.clear()
 
 
 def confirm(store: Any, rank: int, size: int, way: Way | None) -> None:
-    """Tell the other ranks the way of this one and, where it has one, see that all have the same. Raises
-    RuntimeStateError where they have not."""
+    """Tell the other ranks the way of this one and check that all have the same. Raises RuntimeStateError if they
+    differ."""
     card = {"way": None if way is None else asdict(way), "place": interfaces.place()}
     store.set(f"security/{rank}", json.dumps(card))
     if way is None:
@@ -151,7 +153,7 @@ def confirm(store: Any, rank: int, size: int, way: Way | None) -> None:
 
 
 def meeting(host: str, way: Way | None) -> str:
-    """Where the ranks meet that were told of `host`. Raises RuntimeStateError if the way does not lead there."""
+    """The meeting place of the ranks that were told `host`. Raises RuntimeStateError if the way does not lead there."""
     if way is None or way.leads_to(host):
         return host
     if way.is_local:
@@ -195,7 +197,7 @@ def _by_interface(name: str, declared: tuple[str, ...], found: Launch) -> Way:
 
 
 def gloo_has_tls() -> bool:
-    """Whether the gloo of this PyTorch was built with TLS."""
+    """Return whether the gloo of this PyTorch was built with TLS."""
     for library in Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.*"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(GLOO_TLS) >= 0:
@@ -229,7 +231,7 @@ def _by_tls(certificates: Certificates | None, found: Launch, backend: str) -> W
 
 
 def _kept(pem: bytes) -> str:
-    """A file in memory, for as long as this process is there: a private key is not written to a disk."""
+    """A file in memory, which lasts as long as this process: a private key is not written to a disk."""
     number = os.memfd_create("partway")
     os.write(number, pem)
     return f"/proc/self/fd/{number}"
@@ -239,10 +241,10 @@ _MEET: Mapping[str, str] = {"the scheduler": "MS_SCHED_HOST"}
 
 
 def _bind(interface: str) -> None:
-    """Have gloo and NCCL use one interface only."""
+    """Make gloo and NCCL use one interface only."""
     variables = {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",  # and none whose name begins so
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # not interfaces whose names only begin with it
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",

@@ -1,4 +1,4 @@
-"""A worker of a scheduler's job (scheduler.py): how it joins the others, says that it lives, and ends or starts again
+"""A worker of a scheduler's job (scheduler.py): how it joins the others, gives signs of life, and ends or starts again
 with them."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .security import guard
 
 def join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
     """The store, the rank and the local rank of this worker. Raises RuntimeStateError if the scheduler does not answer,
-    or does not let it in."""
+    or refuses it."""
     card, patience = Card.own(found.size), seconds_of("MS_TOPO_TIMEOUT", 1800)
     start = _Start() if card.recovers else None
     while True:
@@ -65,7 +65,7 @@ def _reach(found: Launch, patience: float) -> Any:
 
 
 def _ask(store: Any, card: Card, patience: float) -> dict[str, Any]:
-    """Hand in the card. The scheduler's answer."""
+    """Hand in the card, and return the scheduler's answer."""
     mine = store.add("partway/count", 1)
     store.set(f"partway/card/{mine}", json.dumps(asdict(card)))
     store.wait([f"partway/answer/{mine}"], timedelta(seconds=patience + 10))
@@ -74,19 +74,19 @@ def _ask(store: Any, card: Card, patience: float) -> dict[str, Any]:
 
 
 def leave(asked: str | None) -> None:
-    """Leave word that this worker ends before the work is done; nothing to do where there is no scheduler.
+    """Report that this worker ends before the work is done; does nothing without a scheduler.
 
-    asked   what asked this process to end, such as "SIGTERM"; None where another worker was asked. Where the scheduler
-            recovers, this process then starts again, with the one that takes the other's place, and does not return
+    asked   what asked this process to end, such as "SIGTERM"; None if another worker was asked. If the scheduler
+            recovers, this process then starts again, with the replacement of the other, and does not return
     """
     for pulse in JOB.pulses:
         pulse.leave(asked)
 
 
 class _Pulse(threading.Thread):
-    """The thread of a worker that says that it lives, and ends it with the job, or starts it again.
+    """The thread of a worker that gives signs of life, and ends the worker with the job, or starts it again.
 
-    start   how to start this process again; None where the scheduler does not recover
+    start   how to start this process again; None if the scheduler does not recover
     """
 
     def __init__(self, found: Launch, rank: int, attempt: int, start: _Start | None) -> None:
@@ -104,13 +104,13 @@ class _Pulse(threading.Thread):
             over = self._over()
             if over is not None and not self._ended.is_set():
                 if self._ended.wait(GRACE):
-                    time.sleep(2 * GRACE)  # it ends by itself, and is ended only if that hangs
+                    time.sleep(2 * GRACE)  # it ends by itself, and is forced to only if that hangs
                 self._follow(over)
                 _flush()
                 os._exit(1)
 
     def _over(self) -> Over | None:
-        """Why the job is over, if it is, and whether it starts again; say that this worker lives."""
+        """Give a sign of life. Returns the reason if the job is over, with whether it starts again."""
 
         try:
             self._store.add(self._key(f"beat/{self._rank}"), 1)
@@ -124,19 +124,19 @@ class _Pulse(threading.Thread):
             return self._told or Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Leave word of an error that ends this process, before what it tears down is an error elsewhere."""
+        """Report an error that ends this process, before the teardown causes errors elsewhere."""
         self._end("failed", f"{kind.__name__}: {first_line(error).rstrip(':')}")
         self._hook(kind, error, trace)
 
     def _exit(self) -> None:
-        """The end of the script. After an error, say what was first, where it is what followed from it. (In the hook of
-        the error torch keeps what is written.)"""
+        """Handle the end of the script. After an error that followed from another worker's, print the first one. (torch
+        keeps back output of the error's hook.)"""
         self._end()
         if self._how == "failed":
             self._wait_and_follow()
 
     def leave(self, asked: str | None) -> None:
-        """As the function."""
+        """Like the function `leave`."""
         self._end("left" if asked is None else "asked", asked or "")
         if asked is None and self._start_again is not None:
             self._wait_and_follow()
@@ -151,8 +151,7 @@ class _Pulse(threading.Thread):
             self._follow(over)
 
     def _follow(self, over: Over) -> None:
-        """Say why this worker ends; start again, where the job does and this is not the one that failed, nor one that
-        has ended well."""
+        """Say why this worker ends; start again if the job does, unless this worker failed or has ended well."""
         if self._how == "done" or self._rank == over.failed:
             return
         again = over.again and self._start_again is not None
@@ -161,7 +160,7 @@ class _Pulse(threading.Thread):
             self._start_again.now()
 
     def _end(self, kind: str = "done", text: str = "") -> None:
-        """Leave word of how this process ends; a child of it that was forked has no word in that."""
+        """Report how this process ends; a forked child does not report."""
         if os.getpid() == self._process and not self._ended.is_set():
             self._how = kind
             self._ended.set()
@@ -175,8 +174,8 @@ class _Pulse(threading.Thread):
 
 
 class _Start:
-    """How this process was started, to start the same script in its place: what it computed is gone, its number and
-    the files where its output goes stay. Raises RuntimeStateError where the script has left its folder already."""
+    """How this process was started, to start the same script in its place: its results are lost, its process number and
+    output files stay. Raises RuntimeStateError if the script has left its folder already."""
 
     def __init__(self) -> None:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "-c").name
@@ -190,8 +189,8 @@ class _Start:
         self._kept = {one for one in _descriptors() if os.get_inheritable(one)}
 
     def now(self) -> None:
-        """Start again; what this process has open is closed, so that its peers see that it has gone."""
-        for child in multiprocessing.active_children():  # which see no end of a parent that keeps its number
+        """Start again, with all open files closed, so that peers see that it has gone."""
+        for child in multiprocessing.active_children():  # they see no end of a parent that keeps its number
             child.kill()
         _flush()
         for one in _descriptors() - self._kept:
@@ -202,7 +201,7 @@ class _Start:
 
 
 def _descriptors() -> set[int]:
-    """The files that this process has open, but for its input and output."""
+    """The open files of this process, except its input and output."""
     found = set()
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # the one of the listing itself
@@ -212,7 +211,7 @@ def _descriptors() -> set[int]:
 
 
 def _flush() -> None:
-    """Write out what was printed; not for long, where another thread holds the stream."""
+    """Write out what was printed; gives up soon if another thread holds the stream."""
     writer = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     writer.start()
     writer.join(1)

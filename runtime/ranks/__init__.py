@@ -1,8 +1,8 @@
-"""What ranks know of each other: what has to be alike is compared, and who waits in vain is told.
+"""What ranks know of each other: they compare what has to be the same everywhere, and no rank waits in vain.
 
 watch.py            the thread that asks and answers; doing.py, answering.py; over NCCL flights.py
-agreement.py        what is compared before a plan is followed
-ledger.py           what is compared while steps run; replicas.py: of parameters and states
-stragglers.py       who is waited for; device_memory.py: what the device of each rank has
-world.py            what is kept as long as a process group lasts
+agreement.py        the comparison before a plan is followed
+ledger.py           the comparison while steps run; replicas.py: of parameters and states
+stragglers.py       the ranks that others wait for; device_memory.py: the memory of each rank's device
+world.py            values that are kept as long as a process group lasts
 """

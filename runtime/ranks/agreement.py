@@ -1,8 +1,8 @@
-"""Do the ranks agree? What a plan follows from, and what follows from it, has to be the same on every rank: where it is
-not, collectives do not match, and the best that can come of it is a wait without end.
+"""Compare the inputs and the outcome of planning on all ranks: where they differ, collectives do not match, and the
+ranks at best wait forever.
 
-Each fact is a text and, for what no text holds, a checksum. The ranks meet (`watch.py`) and compare one checksum a
-fact; only for those that differ the texts are exchanged. Then every rank raises the same error, with all differences.
+Each fact is a text and, for data that no text holds, a checksum. The ranks meet (`watch.py`) and compare one checksum a
+fact; they exchange texts only for facts that differ. Then every rank raises the same error, with all differences.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .ledger import checksum
 from .watch import watch
 
 _SAME = "run the same program on every rank"
-_OWN = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # what a text may have that is a process's own
+_OWN = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # parts of a text that differ from process to process
 _LISTED = 8  # differences that an error lists
 _SHOWN = 300  # characters of a text that an error shows
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that must be alike on all ranks: its name, what people read of it, a checksum of more than that, and
-    what to do where it differs. `follows`: it is told only where no fact with a smaller number differs."""
+    """A fact that must be the same on all ranks: its name, its text for people, a checksum of more than that, and the
+    fix if it differs. `follows`: it is reported only if no fact with a smaller number differs."""
 
     name: str
     text: str
@@ -45,7 +45,7 @@ class Fact:
 
 
 def facts_of(named: Mapping[str, Tensor], fix: str, follows: int = 1) -> Iterator[Fact]:
-    """That tensors have these shapes, dtypes and bits."""
+    """The facts that tensors have these shapes, dtypes and bits."""
     for name, tensor in named.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         yield Fact(name, f"{dtype}{list(tensor.shape)}", str(checksum(tensor)), fix, follows)
@@ -53,34 +53,34 @@ def facts_of(named: Mapping[str, Tensor], fix: str, follows: int = 1) -> Iterato
 
 @contextmanager
 def agreement(purpose: str, detail: str = "", among: Sequence[int] | None = None) -> Iterator[list[Fact]]:
-    """What the block puts in the list must be the same on all ranks when it ends, or on the ranks `among` which it is
-    agreed; every one of them comes to it. `purpose` says what for, as in "plan a call of MLP", and `detail` what else
-    other ranks are told of it.
+    """Compare the facts that the block puts in the list when it ends: they must be the same on all ranks, or on the
+    ranks `among`; every one of them enters it. `purpose` completes "ranks would ...", as in "plan a call of MLP";
+    `detail` is further text for the messages of other ranks.
 
-    Raises RuntimeStateError, the same on every rank, that says which ranks differ and how; and where the block fails on
-    some ranks but not on all, on the others one that says so.
+    Raises the same RuntimeStateError on every rank, with the ranks that differ and how; if the block fails on some
+    ranks but not on all, RuntimeStateError on the others.
     """
     facts: list[Fact] = []
     try:
         with watch().planning(f"is about to {purpose}{detail}"):
             yield facts
     except Exception as error:
-        with suppress(RuntimeStateError):  # of those that did not fail
+        with suppress(RuntimeStateError):  # from the ranks that did not fail
             _agree(purpose, [], f"{type(error).__name__}: {error}", detail, among)
         raise
     _agree(purpose, facts, "", detail, among)
 
 
 def agree(purpose: str, facts: Iterable[Fact], among: Sequence[int] | None = None) -> None:
-    """`agreement` on `facts` that are there already."""
+    """`agreement` on existing `facts`."""
     with agreement(purpose, among=among) as own:
         own.extend(facts)
 
 
 def gathered(purpose: str, mine: Any, among: Sequence[int] | None = None) -> list[Any]:
-    """The values, which JSON has, that all ranks give (or the ranks `among`), by rank; each of them comes to it.
+    """Gather the JSON values of all ranks (or of the ranks `among`), by rank; each of them calls it.
 
-    Raises RuntimeStateError, on every rank, where some are elsewhere in the program.
+    Raises RuntimeStateError, on every rank, if some are elsewhere in the program.
     """
     own = watch()
     with _giving_up(among):
@@ -92,20 +92,20 @@ def gathered(purpose: str, mine: Any, among: Sequence[int] | None = None) -> lis
 
 
 def _listed(answers: dict[int, str]) -> str:
-    """What rank 0 finds of values: what it finds of facts, and the values by rank."""
+    """Rank 0's verdict on values: its verdict on the facts, and the values by rank."""
     verdict = json.loads(_compared(answers))
     return json.dumps({**verdict, "values": [json.loads(text).get("value") for text in answers.values()]})
 
 
 def _answer(purpose: str, refused: str = "", facts: Iterable[Fact] = (), **more: Any) -> str:
-    """What a rank hands in when it meets the others."""
+    """The text that a rank hands in at a meeting."""
     digests = {fact.name: [fact.follows, fact.digest] for fact in facts}
     return json.dumps({"purpose": purpose, "refused": refused, "facts": digests, **more})
 
 
 @contextmanager
 def _giving_up(among: Sequence[int] | None) -> Iterator[None]:
-    """Where a meeting in the block fails, it fails on every rank of it."""
+    """Make a meeting that fails in the block fail on every rank of it."""
     try:
         yield
     except RuntimeStateError as error:
@@ -128,7 +128,7 @@ def _agree(purpose: str, facts: list[Fact], refused: str, detail: str, among: Se
 
 
 def _compared(answers: dict[int, str]) -> str:
-    """What rank 0 finds: an error for all, or the names of the facts that differ."""
+    """Rank 0's verdict: an error for all, or the names of the facts that differ."""
     each_rank: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
     purposes = {rank: each["purpose"] for rank, each in each_rank.items()}
     error = ""
@@ -148,7 +148,7 @@ def _compared(answers: dict[int, str]) -> str:
 
 
 def _described(answers: dict[int, str]) -> str:
-    """How ranks differ, for people; the first rank that differs from the first one stands for all."""
+    """Describe how ranks differ, for people; the first rank that differs from the first one stands for all."""
     facts: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
     first, lines = next(iter(facts)), list[str]()
     for name in dict.fromkeys(name for each in facts.values() for name in each):
@@ -184,6 +184,6 @@ def _difference(one: str | None, other: str | None, first: int, rank: int) -> st
 
 
 def _cut(text: str, alike: int) -> str:
-    """So much of a long `text` that it shows where it differs from another, after `alike` characters."""
+    """An excerpt of a long `text` around the place where it differs from another, after `alike` characters."""
     start = max(0, min(alike - _SHOWN // 2, len(text) - _SHOWN))
     return "..." * (start > 0) + text[start : start + _SHOWN] + "..." * (start + _SHOWN < len(text))

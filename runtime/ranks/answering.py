@@ -1,7 +1,7 @@
-"""A store that answers in time, or is an error.
+"""A store that answers in time, or raises an error.
 
-The store of torch.distributed waits without end for the answer of a process that was stopped, or that the network no
-longer reaches; only a `wait` for a key has a limit of its own.
+The store of torch.distributed waits forever for the answer of a process that was stopped, or that the network no longer
+reaches; only a `wait` for a key has a limit of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class NoAnswer(dist.DistNetworkError):
 
 
 class AnsweringStore:
-    """`store`, each of whose calls raises NoAnswer where it takes longer than `seconds`. It is asked on a thread of its
-    own, which then waits on: every later call raises at once."""
+    """`store`, with calls that raise NoAnswer if they take longer than `seconds`. They run on a thread of their own,
+    which then waits on: every later call raises at once."""
 
     def __init__(self, store: Any, seconds: float) -> None:
         self._store, self._seconds = store, seconds
@@ -38,20 +38,20 @@ class AnsweringStore:
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Its value; waits for the key."""
+        """The value of a key; waits for the key."""
         value: bytes = self._ask(lambda: self._store.get(key))
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether it has all keys."""
+        """Whether the store has all keys."""
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
     def add(self, key: str, amount: int) -> int:
-        """The number that it then is."""
+        """Add `amount` to a number, and return the sum."""
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def compare_set(self, key: str, expected: str, value: str) -> None:
-        """Set a key that has the `expected` value, or none where that is ""."""
+        """Set a key whose value is `expected`; if that is "", a key without a value."""
         self._ask(lambda: self._store.compare_set(key, expected, value))
 
     def delete_key(self, key: str) -> None:
@@ -59,11 +59,11 @@ class AnsweringStore:
         self._ask(lambda: self._store.delete_key(key))
 
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
-        """Wait until it has all keys."""
+        """Wait until the store has all keys."""
         self._ask(lambda: self._store.wait(list(keys), limit), limit.total_seconds())
 
     def close(self) -> None:
-        """Ask no more: the thread ends."""
+        """End the thread: no more calls."""
         self._asked.put(None)
 
     def _ask(self, call: Callable[[], Any], more: float = 0) -> Any:

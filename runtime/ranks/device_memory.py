@@ -1,5 +1,5 @@
-"""How much memory a rank may use: of a GPU what is free or held by this process already; of a host what it has, for
-each of the processes on it."""
+"""The memory that a rank may use: of a GPU the part that is free or held by this process; of a host its memory, divided
+among the processes on it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")  # of a container
 @functools.lru_cache(maxsize=16)
 def memory_of_a_rank(kind: str, among: tuple[int, ...] | None = None) -> float:
     """The bytes that every rank (or each of the ranks `among`) may use on its device, "cpu" or "cuda": those of the
-    rank that has the least. Each of them asks at the same place. They are counted once in a process, so that all plans
-    are made for the same."""
+    rank with the least. All of them call it at the same place. They are counted once in a process, so that all plans
+    are made for the same memory."""
     answers = gathered("count the memory of its device", _mine(kind), among)
     return rounded_down(min(shares(answers)))
 
@@ -33,13 +33,13 @@ def _mine(kind: str) -> list[Any]:
     """The host and the device of this process, and the bytes of the device."""
     if kind == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # each process may see one as number 0
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # processes may see theirs as number 0
         return [socket.gethostname(), str(gpu), free + torch.cuda.memory_reserved()]
     return [socket.gethostname(), kind, host_memory()]
 
 
 def shares(answers: Sequence[Sequence[Any]]) -> list[float]:
-    """The bytes for each process, of hosts, devices and bytes: those on one device share it evenly."""
+    """The bytes for each process, from (host, device, bytes): processes on one device share it evenly."""
     together = Counter((host, device) for host, device, _ in answers)
     return [size / together[host, device] for host, device, size in answers]
 
@@ -53,6 +53,6 @@ def host_memory() -> float:
 
 
 def rounded_down(size: float) -> float:
-    """`size` to two digits: a plan should not change with every megabyte that something else takes."""
+    """`size` rounded down to two digits: a plan should not change with every megabyte that another process takes."""
     unit = 10.0 ** (math.floor(math.log10(size)) - 1)
     return math.floor(size / unit) * unit

@@ -1,4 +1,4 @@
-"""What a rank does, in words: what its watch answers, and what the errors of other ranks quote."""
+"""The current activity of a rank, in words: the answer of its watch, which errors of other ranks quote."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 
 ENDED = "ended"  # the mark of a rank whose process has ended
 GONE = "gone"  # the mark of a rank that cannot be asked, since the store has gone
-MEETS = "meets"  # the mark of a rank that waits for all others to come to a point of the program
+MEETS = "meets"  # the mark of a rank that waits for all others at a meeting
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does.
+    """The current activity of a rank.
 
     waits_for   it waits in a collective of these ranks; `mark` tells one wait from another
     given       over NCCL, how many collectives it has given to each group, by the group's name
@@ -35,12 +35,12 @@ class Doing:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks for people: "rank 1", "ranks 0, 2"."""
+    """Ranks in words: "rank 1", "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def lines_of(answers: dict[int, Doing]) -> str:
-    """What ranks do, those that do the same in one line."""
+    """The activities of ranks, a line for those that do the same."""
     by_text: dict[str, list[int]] = {}
     for rank, doing in answers.items():
         by_text.setdefault(doing.text, []).append(rank)
@@ -48,13 +48,13 @@ def lines_of(answers: dict[int, Doing]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the line of the backend's source that it begins with, and its advice."""
+    """The message of an error, without the line of the backend's source at its start, and without its advice."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*:\d+\] ", "", line).partition(". This is typically")[0]
 
 
 def last_words(failed: str | None) -> str:
-    """How this process ends: with the error that nobody caught, or so."""
+    """How this process ends: with its uncaught error, if any."""
     error = getattr(sys, "last_value", None)
     if failed is not None:
         return f"{failed}, and has ended"
@@ -77,7 +77,7 @@ def _not_the_users() -> tuple[str, ...]:
 
 
 def place_of(frame: FrameType | None, line: int | None = None) -> str:
-    """The innermost line of the user's code that `frame` runs for: ", called at train.py:31: loss.backward()"."""
+    """The innermost line of the user's code on the stack of `frame`: ", called at train.py:31: loss.backward()"."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_not_the_users()):
@@ -89,7 +89,7 @@ def place_of(frame: FrameType | None, line: int | None = None) -> str:
 
 
 def is_alive(process: int) -> bool:
-    """Whether the process of this number, on this host, runs."""
+    """Whether a process with this number runs on this host."""
     try:
         os.kill(process, 0)
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

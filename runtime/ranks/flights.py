@@ -1,11 +1,12 @@
-"""What a GPU was given to send and has not sent, by PyTorch's flight recorder, and how a rank ends that waits in vain.
+"""Collectives that a GPU was given and has not finished, by PyTorch's flight recorder, and the end of a rank that waits
+in vain.
 
-Over gloo a rank that waits for others is in a call, which ends with an error. Over NCCL its code has gone on when its
-GPU waits, until it needs a number and waits within CUDA, where nothing can be raised; PyTorch ends the process after
-the timeout, without a word of the others. So a thread looks once a second at what is not over, asks those who have not
-come to it what they do, and where they cannot come any more ends the process with what they said. An error would not
-do: for it to reach the code that waits the collective would have to be given up, and then that code may go on with
-numbers that nobody has computed, as may what is in the GPU's queue already: the optimizer's step.
+Over gloo a rank that waits for others is in a call, which ends with an error. Over NCCL its code runs ahead of the
+waiting GPU, until it needs a number and waits within CUDA, where nothing can be raised; PyTorch ends the process after
+the timeout, without a word of the others. So a thread looks once a second at the unfinished collectives, asks the ranks
+that have not come to them for their activity, and if they cannot come any more ends the process with the answers. An
+error would not do: to reach the waiting code, the collective would have to be given up, and then that code could go on
+with numbers that nobody has computed, as could the work in the GPU's queue: the optimizer's step.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from typing import Any
 from .doing import ENDED, GONE, MEETS, Doing, lines_of, named
 
 _LOOK = 1.0  # seconds between two looks
-_SURE = 3  # looks at which all is as it was
+_SURE = 3  # looks without any change
 _LATE = 60.0  # seconds after which a warning tells of a wait
-_SHOWN = 3  # collectives of which an error tells
+_SHOWN = 3  # collectives that an error describes
 _log = logging.getLogger("partway")
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A collective that is not over.
+    """An unfinished collective.
 
     group    the name of its process group, and `number` its place among those of the group
     ranks    of the group
-    text     what it is, and of which group
+    text     describes it and its group
     since    seconds since it was given
     limit    seconds after which PyTorch gives up
     """
@@ -50,7 +51,7 @@ class Flight:
 
 
 def flights(recorded: Mapping[str, Any], now: float) -> list[Flight]:
-    """Those of a record, the oldest first. `now`: the time, in seconds since 1970."""
+    """The unfinished collectives of a record, the oldest first. `now`: the time, in seconds since 1970."""
     found = []
     for entry in recorded.get("entries", ()):
         name, about = entry["process_group"]
@@ -85,8 +86,8 @@ def _what(entry: Mapping[str, Any]) -> str:
 
 
 class Overdue:
-    """The thread that looks. `record` gives the record: counts, with or without the entries of what is under way; `ask`
-    what ranks do; `end` ends this process with a text."""
+    """The thread that looks for overdue collectives. `record` returns the record: counts, with or without the entries
+    of collectives under way; `ask` the activities of ranks; `end` ends this process with a text."""
 
     def __init__(
         self, rank: int, record: Callable[[bool], Mapping[str, Any]],
@@ -101,14 +102,14 @@ class Overdue:
         self.thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._over.set()
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK):
             try:
                 self.look()
-            except Exception as error:  # a record of another PyTorch; training must not end by it
+            except Exception as error:  # a record of another PyTorch; training must not end because of it
                 _log.warning(
                     "PyTorch's record of collectives cannot be read (%s: %s): where ranks wait for each other over "
                     "NCCL, PyTorch alone tells of it", type(error).__name__, error,
@@ -123,7 +124,7 @@ class Overdue:
             return
         under_way = flights(self._record(True), time.time())
         first = (under_way[0].group, under_way[0].number) if under_way else None
-        if first != self._first:  # it goes on
+        if first != self._first:  # there is progress
             self._first, self._looks, self._warned = first, [], False
             return
         if not under_way:
@@ -141,7 +142,7 @@ class Overdue:
             sys.stderr.flush()
 
     def _hopeless(self) -> str:
-        """Why those who have not come will not, if that is certain."""
+        """Why the missing ranks will not come, if that is certain; else ""."""
         last = self._looks[-1]
         if any(doing.mark == ENDED for doing in last.values()):
             return "cannot come"
@@ -168,7 +169,7 @@ def end_process(text: str) -> None:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
 
-    flusher = threading.Thread(target=flush, daemon=True)  # the thread that waits may hold the stream
+    flusher = threading.Thread(target=flush, daemon=True)  # the waiting thread may hold the stream
     flusher.start()
     flusher.join(1.0)
     sys.stderr.write(f"partway: {text}\n")

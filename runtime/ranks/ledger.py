@@ -1,12 +1,12 @@
-"""What each rank ran, compared behind its back: a rank that later drifts from the others is found within a second.
+"""A log of each rank's runs, compared in the background: a rank that drifts from the others is found within a second.
 
 Ranks agree before a plan is followed (`agreement.py`). After that a call must cost no collective, but one rank may
-still be given another batch, be seeded anew, or leave out a step, and nothing hangs: the numbers are just wrong. So
-each run writes a line into its rank's ledger: which program ran, the state of the random generator if it draws, a
-sample of the inputs if all ranks are given the same, whether an optimizer has stepped since the call before. A line
-costs microseconds. A thread of its own makes checksums of the lines, twice a second, and compares them with those of
-the first rank. What it finds is raised by the next run of every rank, and written to stderr where none comes. All ranks
-have a ledger of the programs that they run, and each group one of the collectives that are called by hand in it.
+still be given another batch, be seeded again, or leave out a step, and nothing hangs: the numbers are just wrong. So
+each run writes a line into its rank's ledger: the program, the state of the random generator if it draws, a sample of
+the inputs if all ranks are given the same, whether an optimizer has stepped since the call before. A line costs
+microseconds. A thread computes checksums of the lines, twice a second, and compares them with those of the first rank.
+The next run of every rank raises an error with any difference; if none comes, it is written to stderr. All ranks share
+a ledger of the programs that they run, and each group one of the collectives that are called by hand in it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FIXES = {
 
 class Ledger:
     """The lines of this rank, one of `ranks`, which share the ledger `name`. `store` is a connection of its own; `tell`
-    tells all ranks what was found; `besides` is done each time that the thread compares."""
+    tells all ranks the difference; `besides` runs at each comparison of the thread."""
 
     def __init__(
         self, store: Any, rank: int, ranks: Sequence[int], tell: Callable[[str], None], name: str = "ledger",
@@ -71,23 +71,23 @@ class Ledger:
     ) -> None:  # fmt: skip
         self._store, self._rank, self._first, self._tell = store, rank, ranks[0], tell
         self._size, self._name, self._besides = len(ranks), name, besides
-        self._lines: list[tuple[str, Any, Any]] = []  # not yet summed up: what, of what, and for people where
-        self._own: list[tuple[str, Any]] = []  # not yet compared: the checksum, and where
-        self._page = 0  # of rank 0's
-        self._ended = self._over = False  # rank 0's last line is handed out, or read; no more will be compared
+        self._lines: list[tuple[str, Any, Any]] = []  # not summed up yet: the kind, the data, and where for people
+        self._own: list[tuple[str, Any]] = []  # not compared yet: the checksum, and where
+        self._page = 0  # of rank 0's pages
+        self._ended = self._over = False  # rank 0's last line is handed out, or read; no more comparisons
         self._work = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
 
     def ran(self, identity: int, where: str, draws: bool) -> None:
-        """A program runs, which `identity` tells from others."""
+        """Record the run of a program, identified by `identity`."""
         self._lines.append(("runs", identity, where))
         if draws:
             self._lines.append(("random", torch.get_rng_state(), where))
         self._start()
 
     def called(self, what: str) -> None:
-        """A collective is called by hand, which `what` tells from others."""
+        """Record a collective called by hand, identified by `what`."""
         self._lines.append(("calls", zlib.crc32(what.encode()), what))
         self._start()
 
@@ -97,48 +97,48 @@ class Ledger:
             self._thread.start()
 
     def given(self, tensors: Sequence[Tensor], where: str) -> None:
-        """A call is given `tensors`, whole."""
+        """Record that a call is given `tensors`, whole."""
         self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
 
     def came_back(self, gradient: Tensor | None, where: str) -> None:
-        """A `gradient` comes back for a result that is whole on every rank; None: nothing was made of that. One that
-        stands for several at once is not looked at."""
+        """Record the `gradient` of a result that is whole on every rank; None: the result was not used. A gradient that
+        stands for several at once is not sampled."""
         found = sample(gradient) if gradient is not None and not is_batched(gradient) else None
         self._lines.append(("gradients", [found] if found is not None else [], where))
 
     def shared(self, tensor: Tensor, where: str) -> None:
-        """A call is given `tensor`, the part that these ranks share."""
+        """Record that a call is given `tensor`, the part that these ranks share."""
         self._lines.append(("parts", [s] if (s := sample(tensor)) is not None else [], where))
         self._start()
 
     def stepped(self, written: tuple[int, ...], where: str) -> None:
-        """A call finds its parameters `written` to, as `WriteCounts` says."""
+        """Record the writes to parameters since the call before, as counted by `WriteCounts`."""
         self._lines.append(("steps", written, where))
 
     def holds(self, what: Tensor | int, where: str) -> None:
-        """This rank holds `what`, a few elements or a checksum of what the ranks have alike."""
+        """Record a sample or a checksum of data that the ranks hold alike."""
         self._lines.append(("copies", what, where))
         self._start()
 
     def settings(self, setting: Any, where: str) -> None:
-        """An optimizer steps with a `setting`: numbers and texts."""
+        """Record a `setting` with which an optimizer steps: numbers and texts."""
         self._lines.append(("settings", setting, where))
         self._start()
 
     def kept(self, gradients: tuple[int, ...], where: str) -> None:
-        """An optimizer steps with `gradients`, of which each is new (0), the object of a step before (1), or None
-        (2)."""
+        """Record the `gradients` with which an optimizer steps: each is new (0), the object of a step before (1), or
+        None (2)."""
         self._lines.append(("kept", gradients, where))
         self._start()
 
     def writes(self, what: tuple[Any, ...]) -> None:
-        """An operator, its operand's shape and its numbers: it writes to what is split."""
+        """Record a write to a split tensor: the operator, its operand's shape and its numbers."""
         self._lines.append(("writes", what, what))
         self._start()
 
     def end(self, failed: bool) -> None:
-        """Compare what is left, as far as the others' last lines come in time; the process or its group ends. After it
-        has `failed` that is no use: the ranks did not get equally far."""
+        """Compare the rest, as far as the last lines of the others come in time; the process or its group ends. After
+        it has `failed` the rest is not compared: the ranks did not get equally far."""
         self._ends.set()
         if self._thread is None or failed:
             return
@@ -148,7 +148,7 @@ class Ledger:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End it for good, where the process goes on."""
+        """End the ledger while the process goes on."""
         self.end(failed=False)
         self._store.close()
 
@@ -160,7 +160,7 @@ class Ledger:
                     self._besides()
 
     def _turn(self, last: bool = False) -> bool:
-        """Sum up the new lines, and compare; whether nothing is left to do."""
+        """Sum up the new lines, and compare them. Returns whether nothing is left to do."""
         with self._work:
             if self._over:
                 return True
@@ -171,7 +171,7 @@ class Ledger:
                 return True
 
     def _sum_up(self) -> list[tuple[str, Any]]:
-        count = len(self._lines)  # the other thread goes on writing
+        count = len(self._lines)  # another thread goes on writing
         checksums = [(f"{what}:{_checksum(of):08x}", where) for what, of, where in self._lines[:count]]
         del self._lines[:count]
         return checksums
@@ -182,7 +182,7 @@ class Ledger:
         if checksums:
             self._store.set(f"{self._name}/{self._page}", " ".join(checksums))
             self._page += 1
-        return last and not self._store.check([f"{self._name}/{self._page - 1}"])  # all have read it
+        return last and not self._store.check([f"{self._name}/{self._page - 1}"])  # whether all have read it
 
     def _read(self, last: bool) -> bool:
         self._own += self._sum_up()
@@ -204,7 +204,7 @@ class Ledger:
         return self._ended or not (self._own or last)
 
     def _differs(self, page: list[str]) -> bool:
-        """Compare a page of rank 0's with our first lines, and take those away; whether they differ."""
+        """Compare a page of rank 0's with our first lines, and remove those. Returns whether they differ."""
         for theirs in page:
             if theirs == _END and not self._own:
                 return False
@@ -218,7 +218,7 @@ class Ledger:
     def _described(self, theirs: str, ours: str, where: Any) -> str:
         kinds = [text.partition(":")[0] for text in (theirs, ours)]
         kind = kinds[0] if kinds[0] == kinds[1] else "runs"
-        if kind == "runs":  # one rank did what the other one did not
+        if kind == "runs":  # one rank ran an action that the other did not
             kind = "writes" if "writes" in kinds else "steps" if "settings" in kinds else kind
         if _END in kinds:
             more, fewer = (self._rank, self._first) if theirs == _END else (self._first, self._rank)
@@ -234,29 +234,29 @@ class Ledger:
 
 
 class WriteCounts:
-    """How often the parameters and buffers of a function have been written to since its call before."""
+    """Counts the writes to the parameters and buffers of a function since its call before."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, int]] | None = None
 
     def __call__(self, held: Sequence[tuple[str, Tensor]]) -> tuple[int, ...]:
-        """The writes to each of the tensors that are `held`, by name, and to this rank's part of it; none before the
-        second call. -1: it is another one than before."""
+        """The writes to each of the named tensors `held`, including those to this rank's part of it; 0 in the first
+        call. -1: the tensor is another one than before."""
         now = [(t, _version(t)) for _, t in held]
         before, self._before = self._before or now, now
-        pairs = zip(before, now, strict=False)  # as many, but where modules were replaced
+        pairs = zip(before, now, strict=False)  # of equal length unless modules were replaced
         return tuple(m - n if t is u else -1 for (t, n), (u, m) in pairs)
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts what is written in place."""
+    """The number of in-place writes to a tensor and its part."""
     part = version_of(local_part_of(tensor)) if isinstance(tensor, DTensor) else 0
     return version_of(tensor) + part
 
 
 def sample(tensor: Tensor, turn: int = 0) -> Tensor | None:
-    """A few elements of a plain tensor on the CPU, in memory of their own, the same ones whatever its strides are; None
-    where they are not cheap to have, or not there. Another `turn` looks at others where the tensor is contiguous."""
+    """A copy of a few elements of a plain tensor on the CPU, independent of its strides; None if they are not cheap to
+    copy, or not there. Another `turn` takes other elements of a contiguous tensor."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue] # it is static
     if not plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
@@ -274,7 +274,7 @@ def _places(shape: torch.Size, step: int) -> tuple[Tensor, ...]:
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
-    """A checksum of the bits of all elements in their order, which goes on from `start`."""
+    """A checksum of the bits of all elements in their order, continuing from `start`."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data, start)
 

@@ -1,11 +1,11 @@
-"""What several ranks hold alike: the same part of a parameter, a buffer, a gradient or an optimizer's state.
+"""Copies that several ranks hold: the same part of a parameter, a buffer, a gradient or an optimizer's state.
 
-Once ranks agree, nothing sends these from one to another, so that what one rank does to its own copies alone stays
-there: its optimizer has another learning rate, a gradient is clipped or zeroed, a weight written to. While they run,
-each rank looks at a few elements of some copies in turn: at each call of a sharded function those that it takes, at
-each step of an optimizer its settings, gradients and states. The ledgers compare what was seen (`ledger.py`). Every so
-many calls and steps, if that is asked for, all elements of all copies are summed up; and `differing` compares all at
-once, for what is about to be written to disk.
+Once ranks agree, nothing sends these from one to another, so a change that one rank makes to its own copies stays
+there: its optimizer has another learning rate, a gradient is clipped or zeroed, a weight is written to. During
+training, each rank samples some copies in turn: at each call of a sharded function the tensors that it takes, at each
+step of an optimizer its settings, gradients and states. The ledgers compare the samples (`ledger.py`). Every so many
+calls and steps, on request, all elements of all copies are summed up; and `differing` compares everything at once
+before it is written to disk.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .ledger import Ledger, checksum, sample
 from .watch import EVERY, watch
 
 T = TypeVar("T")
-_EACH = 4  # what is looked at each time
+_EACH = 4  # copies sampled each time
 
 
 def holders(tensor: Tensor, among: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The ranks that hold the same part of `tensor` as this one: where it is whole on each all of them, or the ranks
-    `among` which it is used; none where it holds partial sums."""
+    """The ranks that hold the same part of `tensor` as this one: for a tensor that is whole everywhere all ranks, or
+    the ranks `among` which it is used; none for partial sums."""
     if isinstance(tensor, DTensor):
         return _holders(tensor.device_mesh, tensor.placements)
     return tuple(range(dist.get_world_size())) if among is None else among
@@ -60,8 +60,8 @@ def ranks_of(mesh: Any) -> tuple[int, ...]:
 
 
 def in_turn(items: Sequence[T], time: int, every: int) -> tuple[list[T], bool]:
-    """Those of `items` whose turn it is at the `time`-th time, and whether they are looked at whole: so are all of them
-    at each time that `every` divides, if that is not 0."""
+    """The `items` whose turn it is at the `time`-th time, and whether they are compared in full: all items are, every
+    `every`-th time, if that is not 0."""
     if every > 0 and time % every == 0:
         return list(items), True
     count = min(_EACH, len(items))
@@ -69,8 +69,8 @@ def in_turn(items: Sequence[T], time: int, every: int) -> tuple[list[T], bool]:
 
 
 def note(copies: Iterable[tuple[str, Tensor]], where: str, time: int, whole: bool, among: tuple[int, ...]) -> None:
-    """Note what this rank, one of those `among`, holds of the named `copies`, for the `time`-th time, at `where`: a few
-    elements of each, or a checksum of the `whole`."""
+    """Record what this rank, one of those `among`, holds of the named `copies`, for the `time`-th time, at `where`: a
+    few elements of each, or a checksum of the `whole`."""
     for name, tensor in copies:
         ranks = holders(tensor, among)
         if len(ranks) < 2 or tensor.layout is not torch.strided or tensor.is_meta:
@@ -84,8 +84,8 @@ def note(copies: Iterable[tuple[str, Tensor]], where: str, time: int, whole: boo
 def differing(
     copies: Mapping[str, tuple[tuple[int, ...], Tensor]], exchange: Callable[[Any], list[Any]]
 ) -> list[tuple[str, int, int]]:
-    """Which of the named `copies`, each with the ranks that hold the same part and this rank's, are not alike: each
-    with two ranks that differ. `exchange` gives the values of all ranks, by rank; every rank calls this."""
+    """The named `copies` that differ, each with two ranks that differ. A copy comes with the ranks that hold it, and
+    this rank's part. `exchange` gives the values of all ranks, by rank; every rank calls this."""
     groups: dict[tuple[int, ...], dict[str, int]] = {}
     for name, (ranks, part) in copies.items():
         if len(ranks) > 1 and part.layout is torch.strided:
@@ -103,7 +103,7 @@ def differing(
 
 
 def _pairs(by_rank: Sequence[Mapping[tuple[int, ...], Any]]) -> list[tuple[tuple[int, ...], int, int]]:
-    """The groups in which a rank has something else than the first one that has it: the group, that, and the rank."""
+    """The groups in which a rank has another value than the first rank with the group: (group, first rank, rank)."""
     first: dict[tuple[int, ...], int] = {}
     pairs = []
     for rank, groups in enumerate(by_rank):
@@ -115,8 +115,8 @@ def _pairs(by_rank: Sequence[Mapping[tuple[int, ...], Any]]) -> list[tuple[tuple
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """What an optimizer's groups say beside their parameters: of each setting its value in every group. A tensor on the
-    CPU counts by its values, anything else that is no number, text or tuple of them by its type."""
+    """The settings of an optimizer's groups, without the parameters: for each setting its value in every group. A
+    tensor on the CPU counts by its values, and any value other than numbers, texts and tuples of them by its type."""
     return {
         key: tuple(_plain(group.get(key)) for group in groups)
         for key in dict.fromkeys(key for group in groups for key in group)

@@ -1,11 +1,11 @@
-"""Which ranks the others wait for: where some are slower, the others spend more of their time in collectives.
+"""Find slow ranks: the others spend more of their time waiting in collectives.
 
-What a rank waits in collectives adds up in `waits()`. Every _LOOKS turns of its ledger each rank leaves word of the
-share of its time that this was; the first rank compares, and logs which ranks are slower than the others when those are
-other ones than before. Over NCCL the host does not wait in collectives, so that nothing is seen.
+The time that a rank waits in collectives adds up in `waits()`. Every _LOOKS turns of its ledger each rank reports the
+share of its time that it waited; the first rank compares, and logs which ranks are slower than the others if they are
+not those of its last message. Over NCCL the host does not wait in collectives, so nothing is seen.
 
-(To look at the frames of other threads instead would change what they do: what a frame refers to lives longer then, by
-which torch.export fails and autograd copies gradients.)
+(Looking at the frames of other threads would change their behavior: the objects that a frame refers to live longer
+then, which makes torch.export fail and autograd copy gradients.)
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from .doing import named
 from .world import of_world
 
 _LOOKS = 120  # turns of a ledger: a minute
-_CLEAR = 0.2  # the least difference between shares of waits that is said
+_CLEAR = 0.2  # the least difference between shares of waits that is reported
 _log = logging.getLogger("partway")
 
 
 class Waits:
-    """The seconds that this process has waited in collectives, which are the blocks within it, and since when it
-    does."""
+    """The seconds that this process has waited in collectives; each wait is a `with` block on this object."""
 
     def __init__(self) -> None:
         self._seconds, self._since = 0.0, 0.0
@@ -38,18 +37,18 @@ class Waits:
         self._seconds, self._since = self._seconds + time.monotonic() - self._since, 0.0
 
     def total(self) -> float:
-        """Up to now."""
-        since = self._since  # the thread that waits goes on meanwhile
+        """The seconds up to now."""
+        since = self._since  # the waiting thread goes on meanwhile
         return self._seconds + (time.monotonic() - since if since else 0.0)
 
 
 def waits() -> Waits:
-    """Those of this process since it has the process group that there is."""
+    """The waits of this process since the start of the current process group."""
     return of_world(Waits)
 
 
 class Looks:
-    """Those of one rank at what it waits. `store` is a connection of the thread that looks."""
+    """Reports and compares the waits of one rank. `store` is a connection of the thread that looks."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -58,7 +57,7 @@ class Looks:
         self._count, self._begin, self._waited = 0, time.monotonic(), self._waits.total()
 
     def look(self) -> None:
-        """Leave word and compare, if it is time. Raises RuntimeError where the store has gone."""
+        """Report and compare, if it is time. Raises RuntimeError if the store has gone."""
         self._count += 1
         if self._count % _LOOKS:
             return
@@ -78,7 +77,7 @@ class Looks:
 
 def slow_in(shares: Sequence[float]) -> tuple[int, ...]:
     """The ranks that the others wait for, half of all at most: those below the widest gap between the `shares` of time,
-    0 to 1, that each rank waited, if that is clear."""
+    0 to 1, that each rank waited, if the gap is clear."""
     ranks = sorted(range(len(shares)), key=shares.__getitem__)
     gaps = [shares[after] - shares[rank] for rank, after in itertools.pairwise(ranks)][: len(ranks) // 2]
     widest = max(gaps, default=0.0)
@@ -86,7 +85,7 @@ def slow_in(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def told(shares: Sequence[float], slow: Sequence[int]) -> str:
-    """What to say of the `slow` ranks."""
+    """The message about the `slow` ranks."""
     others = [rank for rank in range(len(shares)) if rank not in slow]
     return (
         f"{named(slow)} {'is' if len(slow) == 1 else 'are'} slower than the others: of the last minute {named(others)} "

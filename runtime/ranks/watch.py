@@ -1,17 +1,17 @@
 """What the ranks of a process group know of each other beside their collectives, so that none waits in vain.
 
-A collective that not every rank enters hangs, and says neither who is missing nor what the others do. So each rank has
+A collective that not every rank enters hangs, without telling which ranks are missing or what they do. So each rank has
 a *watch*: a thread that sleeps until another rank rings its bell, and then answers what this rank's own code is doing.
-It answers also while that code waits in a collective, since a wait holds no lock of Python's. All of it goes through
-the store by which the processes have met, on connections of its own, and in the steady state nothing does.
+It answers also while that code waits in a collective, since such a wait releases Python's lock. All messages go through
+the store by which the processes have met, on connections of their own, and in the steady state there are none.
 
-    ring      a rank whose collective has failed asks all others, and raises an error with what they said
+    ring      a rank whose collective has failed asks all others, and raises an error with their answers
     meet      all ranks come together at a point of the program, where each hands in a text (`agreement.py` compares
               them). A rank that waits there for others rings their bells: if they wait in a collective for ranks that
               are here, neither can ever come, and everyone at the meeting is told at once
     ended     a rank that ends leaves word of it, with the error that ended it
-    overdue   over NCCL a rank's GPU waits where its code has gone on (`flights.py`)
-    tell      what the ranks' ledgers (`ledger.py`) show to differ is raised by the next step of every rank
+    overdue   over NCCL a rank's GPU waits while its code has gone on (`flights.py`)
+    tell      a difference between the ranks' ledgers (`ledger.py`) is raised by the next step of every rank
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from .stragglers import Looks, waits
 from .world import last, of_world
 
 _LOOK = 1.0  # seconds between two looks at who is missing
-_ANSWER = 2.0  # seconds in which a watch answers: it has nothing else to do
-_SURE = 3  # looks at which the same ranks wait for the same: what is only slow has gone on by then
+_ANSWER = 2.0  # seconds in which a watch answers: it has no other work
+_SURE = 3  # looks at which the same ranks wait for the same: a rank that is only slow has gone on by then
 _FOREVER = timedelta(days=20)
 T = TypeVar("T")
 _STOP, _TOLD = "stop", "told "
@@ -60,26 +60,26 @@ class Watch:
 
     def __init__(self) -> None:
         before = last(Watch)
-        self._number: int = 1 if before is None else before._number + 1  # of what it keeps in a store
+        self._number: int = 1 if before is None else before._number + 1  # numbers its keys in a store
         self.group = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout_of(self.group).total_seconds()
         self._prefix = f"partway/{self._number}"
         self._store, self._own = self._answering(), self._connected()
         self._process, self._asked = os.getpid(), itertools.count()
-        self._meetings: dict[tuple[int, ...], int] = {}  # how many there were, by who comes
+        self._meetings: dict[tuple[int, ...], int] = {}  # the number of meetings, by their ranks
         self._planning: list[str] = []
-        self._at: str | None = None  # the meeting that this rank waits at
+        self._at: str | None = None  # the meeting at which this rank waits
         self._waits: tuple[str, tuple[int, ...]] | None = (
-            None  # in what, and for whom: a collective outside of programs
+            None  # the collective outside of programs in which it waits, and for which ranks
         )
         self.failed: str | None = None
         self._nccl = has_nccl()
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
-        self._broken: str | None = None  # what was found to differ, until it is raised
+        self._broken: str | None = None  # the difference that was found, until it is raised
         self._ledgers: dict[str, Ledger] = {}
         self.ledger(EVERY, range(self.size))
-        self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
+        self.look_every: int | None = 0  # the setting for `replicas.note`: None: nothing; 0: only a few elements
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
         self._overdue = Overdue(self.rank, _record_under_way, self.ask, self._end) if self._nccl else None
@@ -96,7 +96,7 @@ class Watch:
         return self._ledgers[name]
 
     def forget(self, name: str) -> None:
-        """End the ledger `name`, which all of its ranks do; what it has left is compared first."""
+        """End the ledger `name`, as all of its ranks do; its remaining lines are compared first."""
         if (ledger := self._ledgers.pop(name, None)) is not None:
             ledger.close()
 
@@ -118,7 +118,7 @@ class Watch:
                     self._broken = request.removeprefix(_TOLD)
                 else:
                     self._own.set(f"{request}/{self.rank}", json.dumps(asdict(self.doing())))
-            except RuntimeError:  # the store has gone, and with it those who could ask
+            except RuntimeError:  # the store has gone, and with it the ranks that could ask
                 return
 
     def _end(self, text: str) -> None:
@@ -129,13 +129,14 @@ class Watch:
         end_process(text)
 
     def _leave_word(self) -> None:
-        """What others are told when this process has ended."""
+        """Leave the word that others read after this process has ended."""
         given_here = given(flight_record()) if self._nccl else {}
         word = Doing(last_words(self.failed), mark=ENDED, given=given_here)
         self._store.set(f"ended/{self.rank}", json.dumps(asdict(word)))
 
     def stop(self) -> str | None:
-        """Leave word of the end, and end the thread. What the ranks' ledgers show to differ, if it was not raised."""
+        """Leave word of the end, and end the thread. Returns the difference between the ranks' ledgers if it was not
+        raised."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return None
         if self._overdue is not None:
@@ -160,7 +161,7 @@ class Watch:
             raise found
 
     def found(self) -> RuntimeStateError | None:
-        """What the ranks were found to differ in, once; this rank gives up by it."""
+        """The difference between the ranks, once; this rank then ends with the error."""
         if self._broken is None:
             return None
         error, self._broken = RuntimeStateError(self._broken), None
@@ -168,13 +169,13 @@ class Watch:
         return error
 
     def _tell(self, text: str) -> None:
-        """Tell every rank what was found to differ."""
+        """Tell every rank the difference that was found."""
         self._broken = text
         for rank in self._others():
             self._ring(rank, f"{_TOLD}{text}")
 
     def doing(self) -> Doing:
-        """What this rank is doing now: its code and, over NCCL, its GPU."""
+        """The current activity of this rank: its code and, over NCCL, its GPU."""
         does = self._code_does()
         if not self._nccl:
             return does
@@ -185,7 +186,7 @@ class Watch:
 
     def _code_does(self) -> Doing:
         if self._planning and self._at is None and self._waits is None:
-            return Doing(self._planning[-1])  # what looks at the frames of a capture can make it fail
+            return Doing(self._planning[-1])  # looking at the frames of a capture can make it fail
         main = threading.main_thread().ident
         frames = sys._current_frames()
         where = place_of(frames.get(main)) if main is not None else ""
@@ -206,7 +207,7 @@ class Watch:
 
     @contextmanager
     def planning(self, text: str) -> Iterator[None]:
-        """While this rank plans: what it then says."""
+        """Set the answer of this rank in the block, in which it plans."""
         self._planning.append(f"{text}{place_of(sys._getframe())}")
         try:
             yield
@@ -220,7 +221,7 @@ class Watch:
         self._store.set(f"bell/{rank}/{n}", request)
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Doing]:
-        """What `ranks` are doing, as they say or have left word."""
+        """The activities of `ranks`, as they answer or have left word."""
         request = f"asked/{self.rank}/{next(self._asked)}"
         try:
             alive = [rank for rank in ranks if not self._store.check([f"ended/{rank}"])]
@@ -257,7 +258,7 @@ class Watch:
         return host == socket.gethostname() and not is_alive(int(process))
 
     def others(self) -> str:
-        """What all other ranks are doing, a line each."""
+        """The activities of all other ranks, in lines."""
         return lines_of(self.ask(self._others()))
 
     def _others(self) -> list[int]:
@@ -273,11 +274,11 @@ class Watch:
         detail: str = "",
         among: Sequence[int] | None = None,
     ) -> str:
-        """Hand in the text `mine`, and return what the first rank makes by `judge` of the texts of all ranks, or of the
-        ranks `among`, of which this is one. `purpose` says what for: "plan a call of MLP"; `detail` what else of it
-        other ranks are told.
+        """Hand in the text `mine`, and return the verdict of the first rank: `judge` of the texts of all ranks, or of
+        the ranks `among`, of which this is one. `purpose` says what the meeting is for: "plan a call of MLP"; `detail`
+        is further text for other ranks.
 
-        Raises RuntimeStateError, on every rank that has come, where a rank cannot come or has not come in time.
+        Raises RuntimeStateError, on every rank that has come, if a rank cannot come or has not come in time.
         """
         ranks = self._among(among)
         n = self._meetings.get(ranks, 0)
@@ -306,9 +307,10 @@ class Watch:
         return text
 
     def together(self, purpose: str, act: Callable[[], T]) -> T:
-        """What `act` gives, which waits within PyTorch for all ranks, as the making of a process group does.
+        """Return the result of `act`, which waits within PyTorch for all ranks, as the creation of a process group
+        does.
 
-        Raises RuntimeStateError where a rank has ended meanwhile: PyTorch would wait for it until its timeout.
+        Raises RuntimeStateError if a rank has ended meanwhile: PyTorch would wait for it until its timeout.
         """
         result = Future[T]()
         gpu = torch.cuda.current_device() if self._nccl else None  # a thread begins with the first
@@ -321,7 +323,7 @@ class Watch:
             except BaseException as error:
                 result.set_exception(error)
 
-        # A thread of the daemon kind: where a rank has ended it stays in PyTorch, and must not keep the process.
+        # A daemon thread: if a rank has ended it stays in PyTorch, and must not keep the process.
         threading.Thread(target=run, name="partway together", daemon=True).start()
         ended = list[int]()
         while not wait([result], _LOOK).done:
@@ -336,7 +338,7 @@ class Watch:
     def wait_for(self, work: Any, group: Any, purpose: str) -> None:
         """Wait for the collective `work` of `group`, which is issued outside of programs for `purpose`.
 
-        Raises RuntimeStateError where it is clear that another rank will not come, or where the collective fails.
+        Raises RuntimeStateError if another rank certainly will not come, or if the collective fails.
         """
         peers = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.rank)
         patient = has_nccl(group)  # a wait of NCCL that times out ends its process group
@@ -359,23 +361,23 @@ class Watch:
             self._waits = None
 
     def gave_up(self, error: Exception) -> None:
-        """What this rank says from now on: it raised `error`."""
+        """Record that this rank raised `error`: its answer from then on."""
         self.failed = f"has given up: {first_line(error).rstrip(':')}"
 
     def _among(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(range(self.size) if ranks is None else ranks)
 
     def _key(self, ranks: tuple[int, ...], n: int) -> str:
-        """The keys of the `n`-th meeting of `ranks`."""
+        """The key of the `n`-th meeting of `ranks`."""
         return f"{n}" if len(ranks) == self.size else f"{','.join(map(str, ranks))}/{n}"
 
     def next_meeting(self, among: Sequence[int] | None = None) -> str:
-        """The keys of the next meeting of all ranks, or of the ranks `among`."""
+        """The key of the next meeting of all ranks, or of the ranks `among`."""
         ranks = self._among(among)
         return self._key(ranks, self._meetings.get(ranks, 0))
 
     def part(self, among: Sequence[int] | None = None) -> None:
-        """After a meeting that failed: stay until all have heard of it, since the store may go with this process."""
+        """After a meeting that failed, stay until all have heard of it, since the store may go with this process."""
         ranks = self._among(among)
         with suppress(RuntimeError):
             key = self.next_meeting(among)
@@ -397,7 +399,7 @@ class Watch:
         return f"judged {judge({rank: self._store.get(key).decode() for rank, key in keys.items()})}"
 
     def _wait(self, keys: list[str], here: _Rendezvous) -> None:
-        """Wait until the store has `keys`, or it is clear that it will not."""
+        """Wait until the store has `keys`. Raises RuntimeStateError if it certainly will not, or not in time."""
         end, before = time.monotonic() + self.timeout, list[dict[int, Doing]]()
         while True:
             look = min(time.monotonic() + _LOOK, end)
@@ -410,7 +412,7 @@ class Watch:
             left = end - time.monotonic()
             first = here.ranks[0]
             missing = [rank for rank in here.ranks if not self._store.check([here.text_of(rank)])]
-            if self.rank != first and first not in missing:  # it looks, and will say, unless it has ended since it came
+            if self.rank != first and first not in missing:  # the first rank says why, unless it has ended
                 if (left > 0 and not self._has_ended(first)) or self._store.check(keys):
                     continue
                 missing = [first]
@@ -427,7 +429,7 @@ class Watch:
                 )
 
     def _hopeless(self, looks: list[dict[int, Doing]], missing: set[int]) -> str:
-        """Why those who are missing will not come, if that is certain."""
+        """Why the missing ranks will not come, if that is certain; else ""."""
         last = looks[-1]
         if any(doing.mark == ENDED for doing in last.values()):
             return "cannot come"
@@ -440,7 +442,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    """A meeting of `ranks`, which is kept in the store under `key`; `before`: the key of their last one, if any."""
+    """A meeting of `ranks`, kept in the store under `key`; `before`: the key of their last one, if any."""
 
     ranks: tuple[int, ...]
     key: str
@@ -449,16 +451,16 @@ class _Rendezvous:
 
     @property
     def verdict(self) -> str:
-        """Where the first rank puts what it makes of all texts."""
+        """The key of the first rank's verdict."""
         return f"verdict/{self.key}"
 
     def text_of(self, rank: int) -> str:
-        """Where `rank` puts its text."""
+        """The key of the text of `rank`."""
         return f"meeting/{self.key}/{rank}"
 
 
 def _is_over(work: Any, limit: timedelta | None) -> bool:
-    """Wait for a collective, no longer than `limit`; whether it is over. Raises what it raised."""
+    """Wait for a collective, no longer than `limit`, and return whether it is over. Raises its error."""
     try:
         with waits():
             work.wait() if limit is None else work.wait(limit)
@@ -474,7 +476,7 @@ def _record_under_way(entries: bool) -> dict[str, Any]:
 
 
 def _connection() -> Any:
-    """A connection to the store by which the processes have met: a wait on one would block all that use it."""
+    """A connection of its own to the store by which the processes have met: a wait on one blocks all its users."""
     store: Any = default_store()
     try:
         return store.clone()
@@ -483,7 +485,7 @@ def _connection() -> Any:
 
 
 def watch() -> Watch:
-    """The watch of this process, which is started with the first use of a process group; every rank calls it."""
+    """The watch of this process, started at the first use of a process group; every rank calls it."""
     before = last(Watch)
     if before is None:
         atexit.register(_at_exit)
@@ -493,7 +495,7 @@ def watch() -> Watch:
 
 
 def comparing() -> Watch | None:
-    """The watch of this process, if it is at work and told what the ranks do to what they hold alike."""
+    """The watch of this process, if it runs and compares the copies that ranks hold alike; else None."""
     own = last(Watch)
     if own is None or own.size == 1 or own.look_every is None or own.group is not dist.group.WORLD:
         return None
@@ -501,23 +503,23 @@ def comparing() -> Watch | None:
 
 
 def end_watch() -> str | None:
-    """End the watch, if there is one: the process group or the process ends. What was found to differ, if it was not
-    raised."""
+    """End the watch, if there is one, since the process group or the process ends. Returns the difference between the
+    ranks if it was not raised."""
     own = last(Watch)
     return own.stop() if own is not None else None
 
 
 def _at_exit() -> None:
     if difference := end_watch():
-        sys.stderr.write(f"partway: {difference}\n")  # nobody can be told by an error any more
+        sys.stderr.write(f"partway: {difference}\n")  # too late for an error to tell anybody
         sys.stderr = _Failing(sys.stderr)
 
 
 class _Failing:
-    """stderr, but that Python cannot flush it: by that a process ends with status 120, as `sys.exit` documents.
+    """stderr with a flush that fails, so that Python ends the process with status 120, as `sys.exit` documents.
 
-    Its results are wrong, so that what started it must not take it for a success. No handler of atexit can change the
-    status, and `os._exit` would leave out those of others that come later.
+    The results are wrong, so the launcher must not take the process for a success. No handler of atexit can change the
+    status, and `os._exit` would skip the handlers of others that come later.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -532,8 +534,8 @@ class _Failing:
 
 
 def told(error: Exception) -> Exception:
-    """What to raise where a program raised `error`: if it came from a collective, an error that names it, and what
-    every other rank was doing; else `error`."""
+    """The exception to raise for the `error` of a program: if it came from a collective, an error that names it, with
+    the activity of every other rank; else `error`."""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
         trail = trail_of(traceback.tb_frame)
@@ -545,8 +547,8 @@ def told(error: Exception) -> Exception:
 
 
 def failed_in(about: str, error: Exception) -> RuntimeStateError:
-    """What to raise where the collective that `about` tells of raised `error`: what the ranks were found to differ in
-    before, or with what every other rank does."""
+    """The exception to raise for the `error` of the collective described by `about`: the difference between the ranks
+    if one was found before, or else an error with the activities of all others."""
     own = watch()
     if (found := own.found()) is not None:
         return found

@@ -1,4 +1,4 @@
-"""What a process keeps for as long as a process group lasts: its DeviceMeshes, groups by name, its watch."""
+"""Values that a process keeps for as long as a process group lasts: its DeviceMeshes, groups by name, its watch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_KEPT: dict[Callable[[], Any], tuple[Any, Any]] = {}  # by what made it: for which process group, and what
+_KEPT: dict[Callable[[], Any], tuple[Any, Any]] = {}  # by the function that made it: the process group, and the value
 
 
 def of_world(make: Callable[[], T]) -> T:
-    """What `make` gives, which is asked once for the default process group that there is, or for there being none."""
+    """The result of `make`, which is called once for the current default process group, or for there being none."""
     group, kept = _KEPT.get(make, (make, None))
     if group is not dist.group.WORLD:
         group, kept = _KEPT[make] = dist.group.WORLD, make()
@@ -22,6 +22,6 @@ def of_world(make: Callable[[], T]) -> T:
 
 
 def last(make: Callable[[], T]) -> T | None:
-    """What `make` gave last, perhaps for a process group that has ended; None where it was never asked."""
+    """The last result of `make`, perhaps for a process group that has ended; None if it was never called."""
     value: T | None = _KEPT.get(make, (None, None))[1]
     return value

@@ -1,5 +1,5 @@
-"""Gradients for several tangents at once, as `is_grads_batched=True`, `vectorize=True` and `torch.vmap` ask for them: a
-step runs for one after another."""
+"""Gradients for several tangents at once, for `is_grads_batched=True`, `vectorize=True` and `torch.vmap`: a step runs
+for one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = Sequence[Tensor | None]
 
 
 def one_by_one(run: Callable[[Gradients], Gradients], tangents: Gradients) -> list[Tensor | None]:
-    """What `run` gives for each of the tangents that batched ones stand for, as batched tensors."""
+    """The results of `run` for each of the tangents in a batch, as batched tensors."""
     given = [tangent for tangent in tangents if tangent is not None]
     there: list[bool] = []
 
@@ -48,7 +48,7 @@ def _stacked(of: Callable[[Sequence[Tensor]], tuple[Tensor, ...]], batches: Sequ
 
 
 class _Each(torch.autograd.Function):
-    """What `of` gives, inside of `torch.vmap`."""
+    """The result of `of` inside of `torch.vmap`."""
 
     @staticmethod
     def forward(of: Callable[[Sequence[Tensor]], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ class _Each(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """A gradient of it is refused."""
+        """Refuse the gradient."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

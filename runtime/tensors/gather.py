@@ -1,8 +1,8 @@
-"""All of a tensor of which ranks hold parts, and numbers that ranks exchange: for what is done outside of programs.
+"""Gather tensors of which ranks hold parts, and exchange numbers, outside of programs.
 
-Programs have collectives that every rank is known to reach. What a script does with a split tensor may be done by one
-rank alone, or by each with another: so before anything is sent the ranks exchange what it is for, and while one waits
-its watch asks the others what they do (`Watch.wait_for`).
+Every rank is known to reach the collectives of a program. A script's use of a split tensor may happen on one rank
+alone, or differ from rank to rank: so before anything is sent the ranks exchange its purpose, and while one waits its
+watch asks the others for their activity (`Watch.wait_for`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ADDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gather(tensor: Tensor, what: str) -> Tensor:
-    """All of a DTensor, plain, for `what`. Where each rank has all of it, it is that memory, and nothing is sent; else
-    every rank comes, and RuntimeStateError says where one does not."""
+    """The whole of a DTensor as a plain tensor, for `what`. If each rank has all of it, it is that memory, and nothing
+    is sent; else every rank calls it. Raises RuntimeStateError if one does not."""
     part, spec = local_part_of(tensor), spec_of(tensor)
     mesh, placements = spec.mesh, spec.placements
     if all(isinstance(p, Replicate) for p in placements):
@@ -44,7 +44,7 @@ def gather(tensor: Tensor, what: str) -> Tensor:
     shape = list(spec.shape)
     purpose = f"gather a tensor of shape {shape}, which {what} needs whole"
     if not is_documented(spec) or any(isinstance(p, Partial) and p.reduce_op not in _ADDED for p in placements):
-        agree(purpose, ())  # cut as only DTensor knows
+        agree(purpose, ())  # cut in a way that only DTensor knows
         return _by_dtensor(tensor)
     device, own = part.device, part.detach()
     if own.device.type != mesh.device_type:
@@ -63,7 +63,7 @@ def gather(tensor: Tensor, what: str) -> Tensor:
 
 
 def exchange(mesh: Any, numbers: Tensor, what: str) -> Tensor:
-    """The vectors `numbers` of all ranks of a DeviceMesh, by rank in its order, for `what`; every rank comes."""
+    """The vectors `numbers` of all ranks of a DeviceMesh, by rank in its order, for `what`; every rank calls it."""
     own = numbers.detach().to(mesh.device_type).unsqueeze(0)
     purpose = f"exchange {len(numbers)} numbers for {what}"
     for axis in reversed(range(mesh.ndim)):
@@ -75,7 +75,8 @@ def exchange(mesh: Any, numbers: Tensor, what: str) -> Tensor:
 
 
 def _sizes_on_the_way(shape: list[int], spec: Any) -> list[int]:
-    """For each axis, the size of the dim that it cuts in what the axes before it leave this rank (0 for another)."""
+    """For each axis, the size of the dim that it cuts, within the slice of this rank on the axes before it (0 for an
+    axis that cuts none)."""
     sizes, left = [], list(shape)
     for placement, count, position in zip(
         spec.placements, spec.mesh.shape, spec.mesh.get_coordinate() or (), strict=True
@@ -102,7 +103,7 @@ def _joined(part: Tensor, dim: int, size: int, group: Any, purpose: str) -> Tens
 
 
 def _gathered(part: Tensor, group: Any, purpose: str) -> Tensor:
-    """The tensors, of one shape, that the ranks of `group` have, stacked in their order."""
+    """The tensors of the ranks of `group`, of one shape, stacked in the order of the ranks."""
     sent = part.contiguous()
     every = sent.new_empty((dist.get_world_size(group), *sent.shape))
     if sent.numel():

@@ -1,14 +1,14 @@
-"""Optimizers of the parameters that Partway lays out: what each does before it steps.
+"""Optimizers of the parameters that Partway lays out: the updates that each needs before it steps.
 
-An optimizer holds parameters as objects, and nothing leads from a parameter to its optimizers. But PyTorch says when an
-optimizer is about to step, which is the first time that it matters:
+An optimizer holds parameters as objects, and nothing leads from a parameter to its optimizers. But PyTorch calls a hook
+when an optimizer is about to step, which is the first time that it matters:
 
-    of a parameter that was replaced    it gets the new one, with the states of the old one
-    of one that was laid out anew       the states that are like it are laid out as it is, before they are used
+    for a parameter that was replaced    it gets the new one, with the states of the old one
+    for one that was laid out anew       states of its shape are laid out like it, before they are used
 
-That is seen to once after each such change, and when an optimizer has other parameters. And where there are other
-ranks, each step tells their ledger what the optimizer's settings are, and what this rank has of some of the gradients
-and states that others have, too (`replicas.py`).
+This happens once after each such change, and when an optimizer has other parameters. With several ranks, each step also
+reports the optimizer's settings to the ledger, and samples of the gradients and states that other ranks hold, too
+(`replicas.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .replaced import current
 from .split_tensor import placed_like
 from .tracked import TRACKED
 
-_SEEN = "_partway_seen"  # an attribute of gradients that an optimizer has stepped with
-_COUNTS = {"step", "mu_product", "mu", "eta"}  # what PyTorch's optimizers keep of a parameter as one number
+_SEEN = "_partway_seen"  # an attribute of gradients with which an optimizer has stepped
+_COUNTS = {"step", "mu_product", "mu", "eta"}  # states of PyTorch's optimizers with one number a parameter
 
 
 def changed(module: nn.Module) -> None:
-    """Parameters of `module` were replaced or laid out: every optimizer is looked at again when it steps."""
+    """Mark that parameters of `module` were replaced or laid out: every optimizer is checked again when it steps."""
     TRACKED.changes += 1
     TRACKED.modules.add(module)
     if not TRACKED.listening:
@@ -43,8 +43,8 @@ def changed(module: nn.Module) -> None:
 
 @dataclass
 class _Known:
-    """What is known of an optimizer: `state`, for which it was looked at; the `names` of parameters of ours that it
-    has; how many `steps` it has made since it was first seen."""
+    """The facts about an optimizer: the `state` for which it was checked; the `names` of our parameters in it; the
+    number of `steps` since it was first seen."""
 
     state: tuple[int, ...] = ()
     names: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -68,14 +68,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_load(optimizer: torch.optim.Optimizer) -> None:
-    """States that are split are in no other rank."""
+    """Report the load to the ledger: a split state has no copy on other ranks to compare."""
     known = TRACKED.optimizers[optimizer]
     if known.names and comparing() is not None:
         ledger_of(_among(known)).settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
 
 
 def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
-    """Tell the ledger what the optimizer is about to step with."""
+    """Report to the ledger the settings, gradients and states with which the optimizer is about to step."""
     own.check()
     assert own.look_every is not None
     among = _among(known)
@@ -92,7 +92,7 @@ def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
 
 
 def _among(known: _Known) -> tuple[int, ...]:
-    """The ranks on whose mesh its parameters are."""
+    """The ranks of the mesh of its parameters."""
     parameter: Any = known.names[0][1]
     return ranks_of(parameter.device_mesh)
 
@@ -118,7 +118,7 @@ def bring_up_to_date(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _placed(state: Any, parameter: DTensor) -> dict[str, Any]:
-    """What an optimizer keeps for `parameter`, placed like it where it has an entry for each of its elements."""
+    """The states of an optimizer for `parameter`, placed like it if they have an entry for each of its elements."""
     return {
         key: placed_like(v, parameter) if isinstance(v, Tensor) and by_element(key, v.shape, parameter) else v
         for key, v in state.items()
@@ -126,6 +126,6 @@ def _placed(state: Any, parameter: DTensor) -> dict[str, Any]:
 
 
 def by_element(key: str, shape: Sequence[int], parameter: Tensor) -> bool:
-    """Whether what an optimizer keeps of `parameter` under `key`, a tensor of `shape`, has an entry for each of its
-    elements. For a parameter that is one number the shape does not say it."""
+    """Whether the state of an optimizer for `parameter` under `key`, a tensor of `shape`, has an entry for each of its
+    elements. For a parameter with one number the shape does not tell."""
     return tuple(shape) == tuple(parameter.shape) and key not in _COUNTS

@@ -1,8 +1,8 @@
-"""What ranks hold of an input of which each is given its own part, as a data loader with a DistributedSampler gives it.
+"""Inputs of which each rank is given its own part, as by a data loader with a DistributedSampler.
 
-A plan cuts a dim as Partway does, and ranks may hold other slices, since a last batch ends where it ends: then the
-parts are put together and cut again. Which parts the others hold has to be known before a program is chosen, so every
-call asks whether a rank has parts of other shapes than before.
+A plan cuts a dim in Partway's way, and ranks may hold other slices, as in a short last batch: then the parts are joined
+and cut again. The parts of the others have to be known before a program is chosen, so every call asks whether a rank
+has parts of other shapes than before.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Place = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """The `shapes` of the parts of one tensor, by rank, and checksums of them where they were asked for."""
+    """The `shapes` of the parts of one tensor, by rank, and their checksums if they were asked for."""
 
     shapes: tuple[tuple[int, ...], ...]
     contents: tuple[str, ...] = field(default=(), compare=False)
 
     def places(self, layout: Layout) -> list[Place]:
-        """Where the part of each rank is in the whole, if `layout` says which of them it holds. Raises
-        RuntimeStateError where ranks that hold the same slice of a dim have other sizes."""
+        """The place of each rank's part in the whole, given the `layout` that says which slices a rank holds. Raises
+        RuntimeStateError if ranks with the same slice of a dim have other sizes."""
         spans: list[list[slice]] = [[] for _ in self.shapes]
         for dim in range(len(self.shapes[0])):
             axes = layout.axes_of(dim)
-            sizes: dict[int, tuple[int, int]] = {}  # by position, and the first rank with it
+            sizes: dict[int, tuple[int, int]] = {}  # by position: the size, and the first rank with it
             positions = [layout.mesh.position(rank, *axes) if axes else 0 for rank in range(len(self.shapes))]
             for rank, (position, shape) in enumerate(zip(positions, self.shapes, strict=True)):
                 size, first = sizes.setdefault(position, (shape[dim], rank))
@@ -59,12 +59,12 @@ class Parts:
 
 
 def places_of(layout: Layout, shape: tuple[int, ...]) -> list[Place]:
-    """Where the part of each rank is under `layout` in a tensor of global `shape`."""
+    """The place of each rank's part under `layout` in a tensor of global `shape`."""
     return [layout.slices(shape, rank) for rank in range(layout.mesh.device_num)]
 
 
 def whole_shape(places: Sequence[Place]) -> tuple[int, ...]:
-    """The shape of the whole of which ranks have the parts at `places`."""
+    """The shape of the whole tensor whose parts are at `places`."""
     return tuple(max(s.stop for s in along) for along in zip(*places, strict=True))
 
 
@@ -77,7 +77,8 @@ def taken(whole: Tensor, layout: Layout) -> Tensor:
 
 
 def gathered(part: Tensor, layout: Layout, parts: Parts) -> Tensor:
-    """The whole of which each rank holds one of `parts`. Ranks go on with it alike: its gradient is the same on all."""
+    """The whole tensor of which each rank holds one of `parts`. All ranks use it alike: its gradient is the same on
+    all."""
     places = parts.places(layout)
     whole: Tensor = _Gathered.apply(part, layout, whole_shape(places), places)  # type: ignore[no-untyped-call]
     return whole
@@ -86,7 +87,7 @@ def gathered(part: Tensor, layout: Layout, parts: Parts) -> Tensor:
 def recut(
     part: Tensor, layout: Layout, shape: tuple[int, ...], before: Sequence[Place], after: Sequence[Place]
 ) -> Tensor:
-    """This rank's part at its place in `after`, where each has a `part` at that in `before`."""
+    """This rank's part at its place in `after`, from the parts of all ranks at their places in `before`."""
     result: Tensor = _Recut.apply(part, layout, shape, before, after)  # type: ignore[no-untyped-call]
     return result
 
@@ -107,12 +108,12 @@ def _assembled(part: Tensor, layout: Layout, shape: tuple[int, ...], places: Seq
 
 
 def _own(whole: Tensor, layout: Layout, places: Sequence[Place]) -> Tensor:
-    """What is at the place of this rank, in memory of its own. (Not padded, since its gradient is not.)"""
+    """The elements at the place of this rank, in memory of their own. (Not padded, since its gradient is not.)"""
     return whole[places[own_rank(layout.mesh)]].clone(memory_format=torch.contiguous_format)
 
 
 class _Taken(torch.autograd.Function):
-    """Of a tensor that every rank holds, what is at its place: differentiable as often as one likes."""
+    """The elements at this rank's place, of a tensor that every rank holds; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *where: Any) -> Tensor:
@@ -148,7 +149,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Recut(torch.autograd.Function):
-    """Parts at the places `before` as parts at the places `after`; so are their gradients, the other way round."""
+    """Moves parts from the places `before` to the places `after`, and their gradients back."""
 
     @staticmethod
     def forward(
@@ -163,13 +164,13 @@ class _Recut(torch.autograd.Function):
         return (None if gradient is None else recut(gradient, *ctx.back)), None, None, None, None
 
 
-# -- What the others hold, told from process to process without a GPU --------------------------------------------------
+# -- The parts of other ranks, exchanged between processes without a GPU ----------------------------------------------
 
-_DIMS = 16  # at most, of a tensor whose shape is told
+_DIMS = 16  # the most dims of a tensor whose shape is exchanged
 
 
 def any_rank(flag: bool, about: str) -> bool:
-    """Whether `flag` is set on any rank; every rank calls it. Raises RuntimeStateError where one does not come."""
+    """Whether `flag` is set on any rank; every rank calls it. Raises RuntimeStateError if one does not."""
     told = torch.tensor([flag], dtype=torch.int32)
     try:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=_on_cpus(dist.group.WORLD))
@@ -179,8 +180,8 @@ def any_rank(flag: bool, about: str) -> bool:
 
 
 def parts_now(part: Tensor, about: str) -> Parts:
-    """The parts of which each rank has one; every rank calls it. Raises RuntimeStateError where one does not come, or
-    has a tensor of another dtype or number of dims."""
+    """The parts of a tensor on all ranks, of which this one has `part`; every rank calls it. Raises RuntimeStateError
+    if one does not, or has a tensor of another dtype or number of dims."""
     dtypes = sorted(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
     own = torch.tensor([dtypes.index(str(part.dtype)), part.dim(), *part.shape, *[0] * (_DIMS - part.dim())])
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -200,5 +201,5 @@ def parts_now(part: Tensor, about: str) -> Parts:
 
 @functools.lru_cache(maxsize=1)
 def _on_cpus(world: Any) -> Any:
-    """A group of all ranks, in which they wait for no GPU; made when all are here for the first time."""
+    """A group of all ranks that waits for no GPU, created at the first call of all ranks."""
     return dist.new_group(backend="gloo", timeout=timeout_of(world))

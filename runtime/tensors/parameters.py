@@ -1,9 +1,9 @@
 """Parameters as DTensors, for one rank of a process group: optimizers and torch.distributed.checkpoint take them.
 
-An optimizer holds parameters as objects, so these must stay the same from when it is made. `distribute` makes the
-parameters split tensors (`split_tensor.py`) when a module is sharded, before there is a plan: whole on every rank.
-`redistribute` splits them when there is one: the same objects, with other parts. What was made even earlier holds the
-old objects, which from then on stand for the new ones (`replaced.py`).
+An optimizer holds parameters as objects, so these must stay the same once it exists. `distribute` makes the parameters
+split tensors (`split_tensor.py`) when a module is sharded, before there is a plan: whole on every rank. `redistribute`
+splits them when there is one: the same objects, with other parts. An optimizer that is even older holds the old
+objects, which from then on stand for the new ones (`replaced.py`).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def distribute(module: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Give the parameters of `module` the layouts that `layouts` has for their names, in place: they stay the same
-    objects, and so do their gradients' and optimizer states' places. (A state is laid out like its parameter when its
-    optimizer next steps.) Every rank calls it.
+    """Give the parameters of `module` the layouts in `layouts`, by name, in place: they stay the same objects, and so
+    do their gradients and optimizer states. (A state is laid out like its parameter when its optimizer next steps.)
+    Every rank calls it.
 
-    Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, or one that is no
-    DTensor.
+    Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, or a parameter that
+    is not a DTensor.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     wanted: dict[int, tuple[str, Layout]] = {}
@@ -83,7 +83,7 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
         if _is_placed(parameter, layout):
             continue
         moved.append(parameter)
-        with torch.inference_mode(parameter.is_inference()), torch.no_grad():  # the mode of this call may be another
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():  # this call may have another mode
             new, gradient = shard_tensor(parameter, layout), parameter.grad
             set_part(parameter, local_part_of(new), spec_of(new))
             if gradient is not None:
@@ -101,8 +101,8 @@ def _is_placed(tensor: Tensor, layout: Layout) -> bool:
 
 
 def hold(module: nn.Module, name: str, part: Tensor) -> None:
-    """Give the parameter or buffer `name` of `module`, which is on the meta device or has values that go, those of
-    `part`: what this rank holds of it. A parameter stays the same object, so that an optimizer may have it already."""
+    """Give the parameter or buffer `name` of `module`, which is on the meta device or has values to discard, this
+    rank's values `part`. A parameter stays the same object, so that an optimizer may have it already."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     if attribute in buffers_in(owner):
@@ -118,7 +118,8 @@ def hold(module: nn.Module, name: str, part: Tensor) -> None:
 
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
-    """Make `parameter` what `new` is; its hooks stay with it. (PyTorch leaves what runs them with the old tensor.)"""
+    """Give `parameter` the content of `new`; its hooks stay with it. (PyTorch leaves the code that runs them with the
+    old tensor.)"""
     hooks = take_hooks(parameter)
     try:
         torch.utils.swap_tensors(parameter, new)
@@ -127,8 +128,8 @@ def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """A DTensor parameter of the same value and gradient, with the attributes that people gave `parameter`."""
-    with torch.inference_mode(parameter.is_inference()), torch.no_grad():  # the mode of this call may be another
+    """A DTensor parameter of the same value and gradient, with the attributes that people set on `parameter`."""
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():  # this call may have another mode
         new = nn.Parameter(shard_tensor(parameter, layout), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             new.grad = shard_tensor(parameter.grad, layout)
@@ -141,10 +142,10 @@ def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 def shard_tensor(tensor: Tensor, layout: Layout) -> SplitTensor:
-    """A detached tensor with `layout` of a tensor that every rank holds whole (no communication), or of a DTensor.
+    """A tensor that every rank holds whole (no communication), or a DTensor, as a detached tensor with `layout`.
 
-    Where a rank's part is the whole, it shares the tensor's memory. Raises StrategyError if `layout` cuts the tensor
-    as no DTensor is cut or has a Broadcast, which DTensor lacks.
+    If a rank's part is the whole, it shares the tensor's memory. Raises StrategyError if `layout` cuts the tensor in a
+    way that no DTensor is cut or has a Broadcast, which DTensor lacks.
     """
     whole = tensor.detach()
     if isinstance(whole, DTensor):
@@ -152,15 +153,15 @@ def shard_tensor(tensor: Tensor, layout: Layout) -> SplitTensor:
     if not layout.chunks(tuple(whole.shape)):
         raise StrategyError(f"the layout {layout} cuts the shape {list(whole.shape)} as no DTensor is cut")
     part = whole[layout.slices(tuple(whole.shape), own_rank(layout.mesh))]
-    # A copy of a smaller part, so that the whole can go.
+    # A copy of a smaller part, so that the whole can be freed.
     part = part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
     spec = dtensor_spec(device_mesh(layout.mesh), to_dtensor(layout), tuple(whole.shape), part.dtype)
     return split_tensor(part, spec)
 
 
 def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
-    """What holds this rank's part under `layout` of a DTensor or of a plain tensor: a DTensor placed like this, or the
-    plain part; with `whole` false, a plain tensor is that part already. Gradients find their way back to `tensor`.
+    """The holder of this rank's part under `layout` of a DTensor or of a plain tensor: a DTensor placed so, or the
+    plain part; with `whole` false, a plain tensor is that part already. Gradients propagate back to `tensor`.
 
     Raises RuntimeStateError for a DTensor on another mesh.
     """
@@ -183,8 +184,8 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
 
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:
-    """The gradient of `tensor` of which `part` is this rank's: placed like it if it is split, with the strides of its
-    part, as autograd promises of gradients."""
+    """The gradient of `tensor` from this rank's `part` of it: placed like `tensor` if it is split, with the strides of
+    its part, as autograd promises of gradients."""
     if not isinstance(tensor, DTensor):
         return part
     held = local_part_of(tensor)

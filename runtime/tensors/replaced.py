@@ -1,9 +1,9 @@
-"""What is left of a parameter that a DTensor has taken the place of, for whoever still holds the old object.
+"""A stand-in for a parameter that a DTensor has replaced, for whoever still holds the old object.
 
 An ordinary parameter cannot become a DTensor in place (the classes differ in their slots), so `distribute` puts a new
 object into the module. The old one is still in optimizers, in a list for clip_grad_norm_, in a closure. It becomes a
-stand-in: what is done with it is done with the new one, and its `.grad` is that of the new one. An optimizer gets the
-new one at its next step (`optimizers.py`).
+stand-in: its operators run on the new one, and its `.grad` is that of the new one. An optimizer gets the new one at its
+next step (`optimizers.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BY = "_partway_replaced_by"
 
 
 class Replaced(nn.Parameter):
-    """A parameter that another one has taken the place of: any operator on it is one on the other."""
+    """A parameter that was replaced: any operator on it runs on the new one."""
 
     @classmethod
     def __torch_function__(
@@ -30,7 +30,7 @@ class Replaced(nn.Parameter):
     ) -> Any:
         return func(*tree_map(current, args), **tree_map(current, dict(kwargs or {})))
 
-    def __getattr__(self, name: str) -> Any:  # of what a plain parameter lacks
+    def __getattr__(self, name: str) -> Any:  # attributes that a plain parameter lacks
         return getattr(current(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -44,11 +44,11 @@ class Replaced(nn.Parameter):
 
 
 def replace(old: nn.Parameter, new: nn.Parameter, name: str) -> None:
-    """From now on `old`, parameter `name` of a module, stands for `new`. A gradient that still reaches it, from what
-    was computed before, raises RuntimeStateError."""
+    """Make `old`, parameter `name` of a module, stand for `new`. A gradient that still reaches it, from an earlier
+    computation, raises RuntimeStateError."""
     if old.requires_grad:
         old.register_hook(_refusal(name))
-        old.requires_grad_(False)  # then what asks autograd itself for the gradient of `old` is an error
+        old.requires_grad_(False)  # then asking autograd itself for the gradient of `old` is an error
     vars(old).clear()
     vars(old)[_BY] = new
     old.__class__ = Replaced
@@ -56,14 +56,14 @@ def replace(old: nn.Parameter, new: nn.Parameter, name: str) -> None:
 
 
 def current(value: Any) -> Any:
-    """What stands now where `value` was: itself, unless it is a parameter that was replaced."""
+    """The current object for `value`: the new parameter if it is one that was replaced, else itself."""
     while type(value) is Replaced:
         value = vars(value)[_BY]
     return value
 
 
 def let_go(parameters: Collection[Tensor]) -> None:
-    """Free the memory of what stands for one of these, which no longer share it."""
+    """Free the storage of the stand-ins of these parameters, which no longer share it."""
     ids = {id(parameter) for parameter in parameters}
     with DisableTorchFunction():
         for old in list(TRACKED.replaced):
@@ -72,8 +72,8 @@ def let_go(parameters: Collection[Tensor]) -> None:
 
 
 def carried(name: str, hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A post-accumulate hook of the old parameter, for the new one. It may look for what it is given among the old
-    ones, which have other identities; then the error says so."""
+    """A post-accumulate hook of the old parameter, for the new one. It may look up its argument among the old
+    parameters, which are other objects; then the error says so."""
 
     def run(parameter: Tensor) -> None:
         try:

@@ -1,11 +1,11 @@
-"""What each operator does with split tensors: on parts where that gives the numbers of one device, else on the whole.
+"""Operators on split tensors: on parts if that gives the numbers of one device, else on the whole.
 
-How is decided by what PyTorch says of an operator, its tags and its schema, and not by a list of those that there are:
+PyTorch's tags and schemas of an operator decide, and not a list of operators:
 
     tagged `pointwise`, a copy, a fill, a fused or foreach step    each rank computes its part
     a norm, a sum, an extreme of all elements                      each rank computes its part's, then of these
-    a view                                                         a `SplitView`: it is looked at when it is used
-    anything else                                                  on the whole; what is written is split again
+    a view                                                         a `SplitView`: it is computed when it is used
+    anything else                                                  on the whole; written tensors are split again
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from .split_tensor import SplitTensor, SplitView
 
 aten = torch.ops.aten
-_LARGE = 2**28  # bytes: gathering so much for an operator is worth a warning
+_LARGE = 2**28  # bytes: gathering so many for an operator deserves a warning
 
-_BY_ELEMENT = frozenset({  # of what is not tagged
+_BY_ELEMENT = frozenset({  # untagged ones
     "_to_copy", "clone", "copy_", "empty_like", "fill_", "full_like", "masked_fill", "masked_fill_", "ones_like",
     "zero_", "zeros_like",
 })  # fmt: skip
-WRITES_STATISTICS = frozenset({  # of which their schemas say nothing
+WRITES_STATISTICS = frozenset({  # their schemas do not say so
     "batch_norm", "cudnn_batch_norm", "instance_norm", "miopen_batch_norm", "native_batch_norm",
 })  # fmt: skip
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
@@ -52,7 +52,7 @@ Operands = tuple[Any, ...]
 
 
 def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """What the ATen operator `op` gives of arguments of which some are split."""
+    """The result of the ATen operator `op` for arguments of which some are split."""
     if _writes(op):
         tell_of_write(_name(op), _written(op, args, kwargs), args, kwargs)
     return _how(op)(op, args, kwargs)
@@ -61,10 +61,10 @@ def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 def tell_of_write(
     op: str, written: Sequence[Any], args: Operands, kwargs: Mapping[str, Any], always: bool = False
 ) -> None:
-    """Tell the ledger that `op` writes to the tensors, or lists of them, that are `written`, and with which numbers,
-    where one of them lies in parts: if only one rank does, or with others, no collective says so. (What is whole is
-    compared where ranks hold it alike, and one may have a copy of its own.) But not of what a backward writes, unless
-    it `always` does: whether it copies a gradient depends on who else has a reference to it just then."""
+    """Report to the ledger that `op` writes to the tensors, or lists of them, `written`, and with which numbers, if one
+    of them lies in parts: if only one rank writes, or writes other numbers, no collective tells. (A whole tensor is
+    compared among the ranks that hold it alike, and one may have a copy of its own.) Writes in a backward are reported
+    only with `always`: whether it copies a gradient depends on other references to it at that moment."""
     if comparing() is None or (in_backward() and not always):
         return
     first = written[0] if written else ()
@@ -82,7 +82,7 @@ def _has_parts(spec: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """A number, also where it comes as a tensor, as the factor of `mul_` does; None for anything else."""
+    """The number in a Python number or a CPU scalar, such as the factor of `mul_`; None for anything else."""
     if isinstance(value, int | float):
         return value
     return value.item() if type(value) is Tensor and value.dim() == 0 and value.device.type == "cpu" else None
@@ -102,7 +102,7 @@ def is_view(value: Any) -> bool:
 
 
 def aligned(value: Tensor, spec: Any, what: str) -> Tensor:
-    """This rank's part, under `spec`, of a tensor of its shape, or of one that spreads to it; a number stays one."""
+    """This rank's part, under `spec`, of a tensor of its shape, or of one that broadcasts to it; a scalar stays one."""
     if isinstance(value, DTensor):
         if _lies_as(value, spec):
             return local_part_of(value)
@@ -117,7 +117,7 @@ def aligned(value: Tensor, spec: Any, what: str) -> Tensor:
 
 
 def slices_of(spec: Any) -> tuple[slice, ...]:
-    """The part of a tensor that this rank has under `spec`."""
+    """The slices of a tensor that this rank has under `spec`."""
     return _slices(tuple(spec.shape), spec.placements, tuple(spec.mesh.shape), tuple(spec.mesh.get_coordinate()))
 
 
@@ -135,7 +135,7 @@ def _slices(
 
 
 def has_slices(spec: Any) -> bool:
-    """Whether parts are slices, so that an operator by element may work on them."""
+    """Whether parts are slices, so that an elementwise operator can run on them."""
     known: bool | None = getattr(spec, _HAS_SLICES, None)
     if known is None:
         known = is_documented(spec) and not any(isinstance(p, Partial) for p in spec.placements)
@@ -143,17 +143,18 @@ def has_slices(spec: Any) -> bool:
     return known
 
 
-_HAS_SLICES = "_partway_has_slices"  # an attribute of specs: to hash one takes longer than to look
+_HAS_SLICES = "_partway_has_slices"  # an attribute of specs: hashing one takes longer than reading it
 
 
 def _lies_as(value: Any, spec: Any) -> bool:
-    """Whether this rank's part of `value` under `spec` is what it holds."""
+    """Whether this rank holds its part of `value` under `spec`."""
     own = spec_of(value)
     return own is spec or (own.placements == spec.placements and own.shape == spec.shape and own.mesh == spec.mesh)
 
 
 def _by_element(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """Each rank computes its part, laid out as what is written, or as the first split tensor of the result's shape."""
+    """Compute each rank's part, with the layout of the written tensor, or of the first split tensor of the result's
+    shape."""
     like: Any = None
     shape = None
     for value in (*args, *kwargs.values()):
@@ -179,8 +180,8 @@ def _by_element(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 
 
 def _by_position(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """Operators on lists, such as the foreach and fused steps of optimizers: what is at one position is laid out alike.
-    A fused kernel walks through the memory of all tensors of a position at once, so parts are contiguous."""
+    """Run an operator on lists, such as a foreach or fused step of an optimizer; the tensors at one position have one
+    layout. A fused kernel walks through the memory of all tensors of a position at once, so parts are contiguous."""
     likes = _first_split([*args, *kwargs.values()])
     ours = {id(like): spec_of(like) for like in likes if like is not None}
     written = [
@@ -210,7 +211,7 @@ def _by_position(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 
 
 def _first_split(values: Sequence[Any]) -> list[Any]:
-    """For each position of the lists among `values` the first split tensor there; None where there is none."""
+    """For each position of the lists among `values` the first split tensor there; None if there is none."""
     lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
     likes: list[Any] = [None] * max(map(len, lists))
     for every in lists:
@@ -221,7 +222,7 @@ def _first_split(values: Sequence[Any]) -> list[Any]:
 
 
 def _itself(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """The tensor once more, with the same part: that counts the writes by each of its tensors."""
+    """A new tensor object with the same part, so that writes through either are counted."""
     tensor = args[0]
     return tensor.viewed(op, (), {}) if is_view(tensor) else tensor.placed(local_part_of(tensor))
 
@@ -250,7 +251,7 @@ def _reduced(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 
 
 def _reduced_lists(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """The same of a list of tensors, in one exchange."""
+    """Like `_reduced` for a list of tensors, in one exchange."""
     values = args[0]
     meshes = {id(spec_of(v).mesh) for v in values if is_split(v)}
     finite = "norm" not in _name(op) or _is_finite_norm(args[1:], kwargs)
@@ -263,7 +264,7 @@ def _reduced_lists(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 def _combined(
     numbers: Sequence[Tensor], values: Sequence[Any], combine: Callable[[Tensor], Tensor], what: str
 ) -> list[Tensor]:
-    """For each of `values` what `combine` makes of the `numbers` of its parts."""
+    """For each of `values` the result of `combine` for the `numbers` of its parts."""
     if all(isinstance(p, Replicate) for v in values for p in spec_of(v).placements):
         return list(numbers)
     own = torch.stack([number.reshape(()) for number in numbers])
@@ -289,7 +290,7 @@ def _distinct_positions(sizes: tuple[int, ...], cuts: tuple[bool, ...]) -> tuple
 
 
 def _parts_are_all(value: Any) -> bool:
-    """Whether each element is in a slice, and no rank has an empty one, of which there may be no number."""
+    """Whether each element is in a slice, and no rank has an empty one, for which some operators have no result."""
     spec = spec_of(value)
     if not has_slices(spec):
         return False
@@ -317,7 +318,7 @@ def _is_finite_norm(args: Operands, kwargs: dict[str, Any]) -> bool:
 
 
 def _unscaled(op: Any, args: Operands, kwargs: dict[str, Any]) -> None:
-    """What torch.amp.GradScaler does: gradients are scaled by parts, and one that is not finite on any rank counts."""
+    """Run torch.amp.GradScaler's operator: scale gradients by parts; one that is not finite counts on any rank."""
     gradients, found, _ = args
     _by_position(op, args, kwargs)
     meshes = {id(spec_of(g).mesh): spec_of(g).mesh for g in gradients if is_split(g)}
@@ -329,8 +330,8 @@ def _unscaled(op: Any, args: Operands, kwargs: dict[str, Any]) -> None:
 
 
 def on_whole(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """The operator on whole tensors; what it writes into is split again."""
-    seen: dict[int, tuple[Any, Any, Tensor, Tensor]] = {}  # what was given, its tensor, that one's whole, the view
+    """Run the operator on whole tensors; written tensors are split again."""
+    seen: dict[int, tuple[Any, Any, Tensor, Tensor]] = {}  # the argument, its split tensor, the whole of that, the view
 
     def whole(value: Any) -> Any:
         if not is_view(value) and not isinstance(value, DTensor):
@@ -365,7 +366,7 @@ def _count_write(tensor: Tensor) -> None:
 
 
 def looked_at(value: Any, what: str) -> tuple[Any, Tensor, Tensor]:
-    """The split tensor that `value` is, or is a view of; all of it; and the view of that."""
+    """The split tensor of `value`, which is one or a view of one; its whole; and the view of the whole."""
     if is_view(value):
         found: tuple[Any, Tensor, Tensor] = value.looked_at(what)
         return found
@@ -374,7 +375,7 @@ def looked_at(value: Any, what: str) -> tuple[Any, Tensor, Tensor]:
 
 
 def write_whole(tensor: Any, whole: Tensor) -> None:
-    """Give `tensor` the values of `whole`, of which each rank takes its part; of addends the first rank has all."""
+    """Give `tensor` the values of `whole`, from which each rank takes its part; as addends, the first rank has all."""
     if whole.shape != tensor.shape or whole.dtype != tensor.dtype:
         tensor.assign(whole)
         return
@@ -411,8 +412,8 @@ def _viewed(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 
 
 def _new(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """New tensors take only dtype and device of another; but one of its shape with given strides lies as it does, since
-    autograd makes that of a gradient which somebody else refers to, and copies it."""
+    """New tensors take only dtype and device of another; but one of its shape with given strides has its layout, since
+    autograd makes such a copy of a gradient with other references."""
     like, *rest = args
     if not is_split(like):
         return on_whole(op, args, kwargs)
@@ -434,7 +435,7 @@ def _warn_if_large(op: Any, value: Any) -> None:
         )
 
 
-# -- Which operator does what -----------------------------------------------------------------------------------------
+# -- The function for each operator -----------------------------------------------------------------------------------
 
 How = Callable[[Any, Operands, dict[str, Any]], Any]
 
@@ -469,7 +470,8 @@ def _how(op: Any) -> How:
 
 
 def _takes_lists(op: Any) -> bool:
-    """Whether an operator takes lists of tensors first, as a step of an optimizer, and not a single one, as a norm."""
+    """Whether the first argument of an operator is a list of tensors, as in an optimizer's step, and not one tensor, as
+    in a norm."""
     return str(schema_of(op).arguments[0].type).startswith("List")
 
 
@@ -490,14 +492,16 @@ def _written(op: Any, args: Operands, kwargs: dict[str, Any], lists: bool = Fals
 
 
 def _is_by_element(op: Any) -> bool:
-    """Whether each element of the results follows from those at its place. (`aten.equal` is tagged as if.)"""
+    """Whether each element of the results depends only on the elements at its place. (`aten.equal` is tagged so,
+    wrongly.)"""
     tensors = all(str(result.type) == "Tensor" for result in schema_of(op).returns)
     fixed = torch.Tag.nondeterministic_seeded not in op.tags
     return fixed and ((torch.Tag.pointwise in op.tags and tensors) or _name(op) in _BY_ELEMENT)
 
 
 def is_by_element(name: str) -> bool:
-    """Whether the operators of a name are, and give one tensor. (Some of a name are for numbers, and have no tags.)"""
+    """Whether the operators with this name are elementwise, and give one tensor. (Some overloads are for numbers, and
+    have no tags.)"""
     packet = getattr(aten, name, None)
     if name in _REDUCED or name == "where" or not isinstance(packet, OpOverloadPacket):  # where(condition) gives places
         return False

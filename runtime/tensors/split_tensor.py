@@ -1,8 +1,8 @@
-"""Tensors that lie split over the ranks of a process group, with the meaning of one device.
+"""Tensors that lie split over the ranks of a process group, and behave as on one device.
 
 Parameters, their gradients, the states of their optimizers and results are `SplitTensor`s under a launcher: DTensors
-to whoever asks, with operators of our own (`split_operators.py`), since DTensor's have no rule for many operators and
-wrong ones for some, and take no plain tensors beside them. Each operator gives what one device would give.
+with operators of our own (`split_operators.py`), since DTensor has no rule for many operators and wrong ones for some,
+and does not mix with plain tensors. Each operator gives the result of one device.
 
 Autograd sees plain tensors only: where gradients are recorded, an operator gets the whole by `_Whole`, whose backward
 splits the gradient again. So derivatives of any order are those of plain tensors.
@@ -68,14 +68,14 @@ _OF_ITSELF = frozenset({
 
 
 class SplitTensor(DTensor):
-    """A tensor of which each rank has a part. What is done with it gives what one device would give.
+    """A tensor of which each rank has a part. Its operators give the results of one device.
 
-    Every rank has to use it at the same point of the program; where one alone does, RuntimeStateError says so.
+    Every rank has to use it at the same point of the program; if one alone does, RuntimeStateError says so.
     `to_local()` is this rank's part, `full_tensor()` the whole.
     """
 
     __slots__ = ()
-    __hash__ = object.__hash__  # as Tensor's, which would ask __torch_function__
+    __hash__ = object.__hash__  # as Tensor's; DTensor's would call __torch_function__
 
     @classmethod
     def __torch_function__(
@@ -92,13 +92,13 @@ class SplitTensor(DTensor):
         return run(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor. Every rank has to come, unless each has all of it."""
+        """The whole tensor. Every rank has to call it, unless each has all of it."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         return _whole(self, "full_tensor")
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part. Gradients find their way back."""
+        """This rank's part. Gradients propagate back."""
         if grad_placements is not None:
             return super().to_local(grad_placements=grad_placements)
         if torch.is_grad_enabled() and self.requires_grad:
@@ -117,7 +117,7 @@ class SplitTensor(DTensor):
         return split_tensor(part, spec if same else spec_like(spec, spec.shape, part.dtype))
 
     def viewed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the view operator `op` makes of this tensor."""
+        """The view of this tensor by the view operator `op`."""
         return _viewed(self, op, args, kwargs)
 
     def assign(self, value: Tensor) -> None:
@@ -132,40 +132,40 @@ class SplitTensor(DTensor):
     def write_part(self, part: Tensor) -> None:
         """Write this rank's part; every rank writes its own."""
         _forget_whole(self)
-        if part is not local_part_of(self):  # else it was written where it lies
+        if part is not local_part_of(self):  # else it was written in place
             local_part_of(self).copy_(part)
 
     def storage(self) -> NoReturn:
-        """Raises RuntimeStateError: there is no memory that holds the tensor."""
+        """Raise RuntimeStateError: there is no memory that holds the tensor."""
         raise RuntimeStateError(
             f"a tensor of shape {list(self.shape)} lies split over the ranks, and no memory holds all of it; save the "
             "model with partway.save or its save_pretrained, and load files with partway.load or load_state_dict"
         )
 
     def share_memory_(self) -> NoReturn:
-        """Raises RuntimeStateError, as `storage` does."""
+        """Raise RuntimeStateError, like `storage`."""
         self.storage()
 
     def __repr__(self) -> str:  # type: ignore[override]  # as DTensor's own
         return repr(_value(self))
 
     def __copy__(self) -> Any:
-        """The same memory, in another object."""
+        """Another object with the same memory."""
         copied: Tensor = split_tensor(local_part_of(self), spec_of(self)).requires_grad_(self.requires_grad)
         vars(copied).update(vars(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is the whole tensor, as one process writes it."""
+        """Pickle the whole tensor, as one process does."""
         return _value(self).__reduce_ex__(protocol)
 
 
 class SplitView(Tensor):
     """A view of a split tensor, such as `p[0]` or `p.t()`, made where no gradients are recorded.
 
-    A part of a view is in general no part of the tensor. So it is what was asked for: the tensor, and how it is looked
-    at. Each use gathers the tensor and looks at it; what is written goes to the tensor's parts. Both share their
-    values, as on one device.
+    A part of a view is in general no part of the tensor. So the view keeps the tensor and the chain of view operators.
+    Each use gathers the tensor and applies them; a write goes to the tensor's parts. Both share their values, as on one
+    device.
     """
 
     _base_tensor: Any
@@ -184,11 +184,11 @@ class SplitView(Tensor):
         return run(func, args, kwargs or {})
 
     def viewed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the view operator `op` makes of this view."""
+        """The view of this view by the view operator `op`."""
         return _viewed(self, op, args, kwargs)
 
     def looked_at(self, what: str) -> tuple[SplitTensor, Tensor, Tensor]:
-        """The split tensor; all of it, for `what`; and the view of that."""
+        """The split tensor; its whole, for `what`; and the view of the whole."""
         tensor, whole, view = looked_at(vars(self)["_base_tensor"], what)
         return tensor, whole, vars(self)["_looks"](view)
 
@@ -213,7 +213,7 @@ def split_tensor(part: Tensor, spec: Any) -> SplitTensor:
 
 
 def as_split(value: Any) -> Any:
-    """A DTensor as a SplitTensor, the same object; anything else as it is."""
+    """A DTensor as a SplitTensor, the same object; any other value as it is."""
     if type(value) is DTensor:
         value.__class__ = SplitTensor
     return value
@@ -221,7 +221,7 @@ def as_split(value: Any) -> Any:
 
 def joined(part: Tensor, spec: Any) -> SplitTensor:
     """The result placed as `spec` says whose part on this rank is `part`; its gradient comes back as a part, and its
-    whole is kept once it was gathered."""
+    whole is cached at the first gather."""
     result: SplitTensor
     if torch.is_grad_enabled() and part.requires_grad:
         result = _Joined.apply(part, spec)  # type: ignore[no-untyped-call]
@@ -232,7 +232,7 @@ def joined(part: Tensor, spec: Any) -> SplitTensor:
 
 
 def placed_like(value: Any, tensor: DTensor) -> Any:
-    """`value` placed as `tensor` if it is a tensor of its shape; else `value` itself. Detached."""
+    """`value` placed like `tensor`, detached, if it is a tensor of its shape; else `value` itself."""
     if not isinstance(value, Tensor) or value.shape != tensor.shape:
         return value
     return _placed_like(value, tensor, "placing it")
@@ -247,7 +247,7 @@ def _placed_like(value: Tensor, tensor: DTensor, what: str) -> SplitTensor:
 
 
 def _own_memory(part: Tensor) -> Tensor:
-    """A slice of a whole tensor, such that the whole can go."""
+    """A slice of a whole tensor, copied so that the whole can be freed."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -272,21 +272,21 @@ def _viewed(base: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _whole(tensor: SplitTensor, what: str) -> Tensor:
-    """All of a tensor, plain, for `what`. Gradients find their way back. A result is gathered once, until it is written
-    to."""
+    """The whole of a tensor, plain, for `what`. Gradients propagate back. A result is gathered once, until it is
+    written to."""
     own = vars(tensor)
     if "_whole" not in own:
         if torch.is_grad_enabled() and tensor.requires_grad:
-            # as an object: else a transform of torch.func asks the tensor for it, again
+            # as an object: else a transform of torch.func asks the tensor for it again
             whole: Tensor = as_object(_Whole.apply, (), (tensor, what), {})
             return whole
         return gather(tensor, what)
-    part = local_part_of(tensor)  # which counts writes by whatever shares its memory
+    part = local_part_of(tensor)  # it counts writes by all tensors that share its memory
     if part.is_inference():
         return gather(tensor, what)
     version = version_of(part)
     if own["_whole"] is None or own["_whole"][1] != version:
-        # also for a later use, with gradients or in inference mode, where tensors do not say when they were written
+        # also for a later use, with gradients or in inference mode, where tensors do not count writes
         with torch.inference_mode(False), torch.enable_grad():
             own["_whole"] = _Whole.apply(tensor, what), version  # type: ignore[no-untyped-call]
     kept: Tensor = own["_whole"][0]
@@ -300,7 +300,7 @@ def _forget_whole(tensor: SplitTensor, keeps: bool = False) -> None:
 
 
 def _value(value: Any) -> Any:
-    """A split tensor, or a view of one, as one device would have it: plain, a leaf, a parameter if it is one."""
+    """A split tensor, or a view of one, as on one device: plain, a leaf, a parameter if it is one."""
     if not isinstance(value, SplitTensor | SplitView):
         return value
     what = "what reads its values"
@@ -315,8 +315,8 @@ def _value(value: Any) -> Any:
 
 
 class _Whole(torch.autograd.Function):
-    """From a tensor to the whole of it. That of a leaf is a view, which autograd lets nobody write to, as it lets
-    nobody write to a leaf."""
+    """From a tensor to the whole of it. The whole of a leaf is a view, so that autograd forbids writes to it as to a
+    leaf."""
 
     @staticmethod
     def forward(tensor: SplitTensor, what: str) -> Tensor:
@@ -399,13 +399,13 @@ def _plain(value: Any) -> Any:
     return _whole(value, "an operator") if isinstance(value, SplitTensor) else value
 
 
-# -- What PyTorch's functions do with it ------------------------------------------------------------------------------
+# -- PyTorch's functions on split tensors -----------------------------------------------------------------------------
 
 How = Callable[[Callable[..., Any], Any, tuple[Any, ...], Any], Any]  # as __torch_function__
 
 
 class _Dispatched(TorchDispatchMode):
-    """Has a PyTorch that takes any subclass of DTensor for one ask this one (`ASKS_SUBCLASSES`)."""
+    """Makes a PyTorch that treats subclasses of DTensor as DTensor call this subclass (`ASKS_SUBCLASSES`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SplitTensor in types:
@@ -414,8 +414,8 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _asked(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The same where PyTorch does not ask. What autograd itself makes of gradients there, which it detaches and adds
-    up, are DTensors until somebody looks."""
+    """Like `as_object` for a PyTorch that does not call the subclass. The gradients that autograd itself detaches and
+    adds up there are DTensors until somebody looks."""
     if func is Tensor.register_hook:
         tensor, hook = args
         args = tensor, lambda gradient: hook(as_split(gradient))
@@ -423,11 +423,12 @@ def _asked(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: 
         return as_split(as_object(func, types, args, kwargs))
 
 
-_as_object: How = as_object if ASKS_SUBCLASSES else _asked  # what is asked or done of the tensor as an object
+_as_object: How = as_object if ASKS_SUBCLASSES else _asked  # for functions that ask or change the tensor as an object
 
 
 def _in_memory(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What reads memory byte by byte gets the whole; NumPy an array that cannot be written to: nobody would see it."""
+    """Give functions that read memory byte by byte the whole; NumPy gets a read-only array, since its writes would be
+    lost."""
     result = func(*tree_map(_value, args), **tree_map(_value, dict(kwargs)))
     if getattr(func, "__name__", "") in ("numpy", "__array__"):
         result.flags.writeable = False
@@ -435,17 +436,17 @@ def _in_memory(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwar
 
 
 def _with_plain_indices(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What reads the values of its second operand outside of any operator."""
+    """Give functions that read the values of the second operand outside of any operator a plain one."""
     plain = {name: _value(v) if name.startswith("indices") else v for name, v in kwargs.items()}
     return _operator(func, types, (*args[:1], *map(_value, args[1:])), plain)
 
 
 def _as_itself(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`view_as` and `expand_as`; of the tensor itself people write it to find the node that sums its gradient."""
+    """Run `view_as` and `expand_as`; on the tensor itself they are an idiom to find the node that sums its gradient."""
     tensor = args[0]
     of_itself = len(args) > 1 and args[1] is tensor and isinstance(tensor, SplitTensor)
     if of_itself and torch.is_grad_enabled() and _is_trained(tensor):
-        return _as_object(_ALIAS, types, (tensor,), {})  # whose node comes right after the tensor's
+        return _as_object(_ALIAS, types, (tensor,), {})  # its node comes right after the tensor's
     return _operator(func, types, args, kwargs)
 
 
@@ -463,7 +464,7 @@ def _set_data(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 
 def _set_grad(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """A gradient lies as its tensor does."""
+    """Set a gradient, with the layout of its tensor."""
     tensor, value = args
     if value is None:
         pass
@@ -483,7 +484,7 @@ def _lies_like(value: Tensor, tensor: DTensor) -> bool:
 
 
 def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """An operator. Where gradients are recorded it gets wholes, which autograd sees; else `run` does the rest."""
+    """Run an operator. Where gradients are recorded it gets wholes, which autograd sees; else `run` does the rest."""
     if not torch.is_grad_enabled():
         return _as_object(func, types, args, kwargs)
     wholes: dict[int, tuple[SplitTensor, Tensor, Any]] = {}
@@ -511,7 +512,7 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     try:
         result = func(*args, **kwargs)
     except RuntimeError as error:
-        if name.endswith("_") and isinstance(written, SplitTensor) and _is_trained(written):  # of which PyTorch says:
+        if name.endswith("_") and isinstance(written, SplitTensor) and _is_trained(written):  # PyTorch's message:
             raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation, {name}; "
                                "write to it under torch.no_grad()") from error  # fmt: skip
         raise
@@ -526,12 +527,12 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
             with torch.no_grad():
                 write_whole(tensor, gathered.detach())
                 _forget_whole(tensor)
-    return wholes[id(result)][0] if id(result) in wholes else result  # an operator in place returns what it wrote
+    return wholes[id(result)][0] if id(result) in wholes else result  # an in-place operator returns the written tensor
 
 
 def _by_element(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What `run` does with an operator by element of tensors laid out alike, without PyTorch's dispatcher in between:
-    an optimizer's step is made of these."""
+    """Like `run` for an elementwise operator on tensors with one layout, but without PyTorch's dispatcher: an
+    optimizer's step consists of these."""
     like = args[0]
     if torch.is_grad_enabled() or type(like) is not SplitTensor or torch.is_inference_mode_enabled():
         return _operator(func, types, args, kwargs)
@@ -555,7 +556,7 @@ def _by_element(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
 
 
 def _by_position(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The same of lists, of which those at one position are laid out alike."""
+    """Like `_by_element` for lists, whose tensors at one position have one layout."""
     first = args[0] if isinstance(args[0], list | tuple) else ()
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or {*map(type, first)} != _SPLIT:
         return _operator(func, types, args, kwargs)
@@ -585,7 +586,7 @@ def _by_position(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kw
         if not fused
         else [v for values, own in zip(given, lists, strict=True) if values is not own for v in values]
     )
-    if not fused:  # a step of an optimizer, of which its settings are told
+    if not fused:  # an optimizer's step, whose settings are reported
         tell_of_write(func.__name__, [first], args, kwargs)
     increment_version(written)
     return first if result is not None else None
@@ -602,7 +603,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _how(func: Callable[..., Any]) -> How:
-    """What a function of PyTorch's does with a split tensor."""
+    """How to run a function of PyTorch's on a split tensor."""
     name = getattr(func, "__name__", "")
     how: How = _operator
     if name in ("__get__", "__set__", "__delete__"):
@@ -622,5 +623,5 @@ def _how(func: Callable[..., Any]) -> How:
     elif is_by_element(_IN_PLACE.get(name, name)):
         how = _by_element
     elif name in _OF_ITSELF or (name[:1] == "_" != name[1:2] and not hasattr(aten, name)):
-        how = _as_object  # what is private and no operator
+        how = _as_object  # a private function that is no operator
     return how

@@ -1,4 +1,4 @@
-"""What is known of users' tensors, modules and optimizers, for as long as they live."""
+"""Facts about users' tensors, modules and optimizers, kept for as long as they live."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Tracked:
 
     modules     those whose parameters Partway lays out
     changes     how often parameters were replaced or laid out
-    optimizers  what was seen of each that has stepped (optimizers.py)
-    listening   whether PyTorch was asked to tell of their steps
-    replaced    parameters that others have taken the place of, as a set (replaced.py)
+    optimizers  the facts about each that has stepped (optimizers.py)
+    listening   whether PyTorch was asked to report their steps
+    replaced    parameters that were replaced by others, as a set (replaced.py)
     left        tensors that simulated ranks left split, with their layouts and shapes (partway/dtensors.py)
-    captured    modules, with what they could read when they were captured last, and its digest (reuse/captures.py)
+    captured    modules, with the attributes that their last capture could read, and a digest (reuse/captures.py)
     """
 
     modules: WeakSet[nn.Module] = field(default_factory=WeakSet)

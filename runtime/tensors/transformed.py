@@ -1,5 +1,5 @@
 """A module inside of a transform of torch.func, or of forward-mode differentiation: it runs whole, on every rank. Its
-parameters are gathered for the call, by operators that transforms see through."""
+parameters are gathered for the call, by operators that transforms can differentiate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .gather import gather
 
 @contextlib.contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[None]:
-    """Meanwhile the parameters of `module` are plain tensors. Their gradients are DTensors, placed like them."""
+    """Replace the parameters of `module` by plain tensors in the block. Their gradients are DTensors, placed like
+    them."""
     stores = [parameters_in(inner) for inner in module.modules()]
     held = [dict(store) for store in stores]
 
@@ -63,7 +64,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """A tensor that every rank holds whole as a DTensor."""
+    """A tensor that every rank holds whole, as a DTensor."""
 
     @staticmethod
     def forward(whole: Tensor, mesh: Any, placements: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A worker: how it comes, takes its steps, and goes; and what it does when the coordinator, a server or Ray's head
+"""A worker: how it joins, takes its steps, and leaves; and its reaction when the coordinator, a server or Ray's head
 dies.
 
-A step is known by the worker and its number, so that whatever is not answered is asked again: what was done is not done
+A step is identified by the worker and its number, so that an unanswered request can be repeated without doing anything
 twice.
 """
 
@@ -31,18 +31,18 @@ from partway.strategy.errors import RuntimeStateError
 
 logger = logging.getLogger("partway.ps")
 _BEAT = 1.0  # seconds between two signs of life
-_AT_ONCE = 2**26  # bytes that are given to a server in one call
+_AT_ONCE = 2**26  # bytes for a server in one call
 
-Pushed = Tensor | tuple[Tensor, Tensor] | None  # a gradient, or of a table the rows and theirs
+Pushed = Tensor | tuple[Tensor, Tensor] | None  # a gradient, or for a table the rows and their gradients
 
 
 @dataclass
 class Taken:
-    """What has come of a step.
+    """The result of a step.
 
-    applied   False: this worker was taken for lost before, and its gradients were not used
+    applied   False: this worker was declared lost before, and its gradients were not used
     means     of parameters that stay on workers: the mean gradients
-    anew      of these, those whose values came instead, since more than this step has changed
+    anew      of these, those that came as values instead, since they changed by more than this step
     """
 
     applied: bool = True
@@ -53,8 +53,8 @@ class Taken:
 class Client:
     """This worker of a job.
 
-    tensors    the parameters of the job, by their index; of tables nothing is used
-    dtype      in which gradients are sent; None: their own
+    tensors    the parameters of the job, by their index; entries of tables are not used
+    dtype      the dtype in which gradients are sent; None: their own
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Client:
         self.leaves = False
         self.counts = {"sent": 0, "acknowledged": 0, "refused": 0, "joined": 0}
 
-    # -- Coming
+    # -- Joining
 
     def start(self, first: Callable[[RowRange], Moved]) -> set[int]:
-        """Come to the job, and wait until it begins; give the servers their parameters, where nobody has. Returns the
-        parameters that stay on workers and were given others than they had."""
+        """Join the job, and wait until it begins; give the servers their parameters if nobody has. Returns the
+        parameters that stay on workers and got other values than they had."""
         threading.Thread(target=self._say_that_it_lives, name="partway ps", daemon=True).start()
         anew: set[int] = self._until_done(lambda: self._come(first))
         return anew
@@ -101,7 +101,7 @@ class Client:
         return self._all_anew()
 
     def _enter(self, mark: int | None = None) -> WorkerPlace:
-        """Come, or come again; `mark`: with a step that was computed from that."""
+        """Join, or join again; `mark`: the version from which this worker's step was computed."""
         number = self.worker if self.worker >= 0 else self._wanted
         self.worker, self._incarnation = self._link.ask(
             COORDINATOR, "join", self._card, self.job, self._maker, number, patience=self._patience
@@ -129,7 +129,7 @@ class Client:
         self._link.ask(COORDINATOR, "uploaded", self.worker, self._incarnation)
 
     def _lay(self, answer: WorkerPlace | Answer) -> None:
-        """Take in which server has what."""
+        """Take over the assignment of pieces to servers."""
         if answer.epoch != self._epoch:
             self._assignment, self._epoch = answer.assignment, answer.epoch
             self._known = {}
@@ -162,7 +162,7 @@ class Client:
         return taken
 
     def _until_done(self, act: Callable[[], Any], began: float | None = None) -> Any:
-        """Do something again, as long as the cluster goes or a disk is full, for as long as this worker is patient."""
+        """Repeat `act` while the cluster is gone or a disk is full, for as long as this worker is patient."""
         began = time.monotonic() if began is None else began
         told = False
         while True:
@@ -180,7 +180,7 @@ class Client:
                     self._come_again(began, error)
 
     def _come_again(self, began: float, error: Exception) -> None:
-        """Come again, with the step that this worker holds: to a coordinator that was started again, or to another
+        """Join again, with the step that this worker holds: a coordinator that was started again, or another
         cluster."""
         while True:
             try:
@@ -240,7 +240,7 @@ class Client:
         return taken
 
     def _sent(self, gradients: Sequence[Pushed]) -> dict[str, PushedGradients]:
-        """What each server gets."""
+        """The gradients for each server."""
         sent = {server: PushedGradients({}, {}, self._dtype) for server in self._servers}
         for index, gradient in enumerate(gradients):
             if gradient is None:
@@ -264,10 +264,10 @@ class Client:
         calls = [self._link.call(server, method, *arguments(server)) for server in servers]
         return dict(zip(servers, self._link.wait(calls), strict=True))
 
-    # -- What comes back
+    # -- The results
 
     def _put(self, changes: Mapping[str, Changes]) -> Taken:
-        """Give the parameters what changed."""
+        """Write the changes into the parameters."""
         taken = Taken()
         for server, each in changes.items():
             self._known[server] = each.version
@@ -295,7 +295,7 @@ class Client:
         return self._put(self._asked("changed", lambda server: (-1,))).anew
 
     def states(self, indices: set[int]) -> dict[int, dict[str, Any]]:
-        """What the servers' optimizers keep of parameters, whole."""
+        """The states of parameters in the servers' optimizers, whole."""
         found: dict[int, dict[str, Any]] = {}
         for index in indices:
             pieces = self._by_parameter[index]
@@ -309,7 +309,7 @@ class Client:
         return found
 
     def rows(self, index: int, ids: Tensor) -> Tensor:
-        """The rows `ids` of a table, in ascending order and each once."""
+        """The rows `ids` of a table; these are ascending, without repetition."""
 
         def read() -> Tensor:
             parameter = self.job.parameters[index]
@@ -340,7 +340,7 @@ class Client:
     # -- The cut, and the end
 
     def cut(self, name: str) -> tuple[dict[str, str], int]:
-        """Have all servers keep what they have now; see Coordinator.cut."""
+        """Make all servers keep their present state; see Coordinator.cut."""
         found: tuple[dict[str, str], int] = self._until_done(lambda: self._link.ask(COORDINATOR, "cut", name))
         return found
 
@@ -350,12 +350,12 @@ class Client:
         return moved
 
     def release_cut(self, name: str, servers: Sequence[str]) -> None:
-        """A cut is needed no more."""
+        """Free the servers' copies for a cut."""
         with suppress(RuntimeStateError):
             self._link.wait([self._link.call(server, "release", name) for server in servers])
 
     def status(self) -> dict[str, Any]:
-        """All of the job, for a view."""
+        """The state of the whole job, for a view."""
         found: dict[str, Any] = self._link.ask(COORDINATOR, "status")
         return found
 
@@ -368,19 +368,19 @@ class Client:
         return [(*key, stale) for key, stale in most.items()]
 
     def stop(self) -> None:
-        """Say nothing any more."""
+        """Give no more signs of life."""
         self._ended.set()
 
     def leave(self) -> None:
-        """This worker has ended well."""
+        """Report that this worker has ended well."""
         self.stop()
-        with suppress(Exception):  # nobody is there any more who wants to know
+        with suppress(Exception):  # nobody may be there any more
             self._link.ask(COORDINATOR, "leave", self.worker, self._incarnation, patience=10)
 
     def _say_that_it_lives(self) -> None:
         while not self._ended.wait(_BEAT):
-            if self.worker < 0:  # it has not come yet
+            if self.worker < 0:  # it has not joined yet
                 continue
             mark = self._read if self.job.mode == "async" else None
-            with self._lock, suppress(Exception):  # the step itself finds out what is wrong
+            with self._lock, suppress(Exception):  # the step itself finds the problem
                 self._link.ask(COORDINATOR, "beat", self.worker, self._incarnation, mark, patience=2)

@@ -1,7 +1,7 @@
-"""What runs as actors of Ray, and where: the cluster, its coordinator and its servers. The only file that knows Ray.
+"""The actors of Ray, and their places: the cluster, its coordinator and its servers. The only file that knows Ray.
 
-Ray starts an actor again when its process dies, and sends it again what it had not answered. Ray's own head is not
-kept: where it dies, another is started in its place, and coordinator and servers find on their shelves what they had.
+Ray restarts an actor when its process dies, and repeats the calls that it had not answered. Nothing restarts Ray's own
+head: when it dies, another is started in its place, and coordinator and servers find their state on their shelves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from partway.strategy.errors import RuntimeStateError
 
 SPACE, COORDINATOR = "partway-ps", "coordinator"
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}
-_RECONNECT = 1.0  # seconds without Ray's head after which its cluster is taken for gone
+_RECONNECT = 1.0  # seconds without Ray's head after which its cluster counts as gone
 _ASK = (
     10.0  # seconds of waiting after which the coordinator is asked whether it is there, and in which it has to answer
 )
@@ -49,7 +49,7 @@ class Gone(RuntimeStateError):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a cluster is.
+    """The place of a cluster.
 
     host, port   of its head; port 0: in this process
     folder       of the servers' records; None: in memory only
@@ -66,17 +66,17 @@ class Site:
 
     @property
     def is_local(self) -> bool:
-        """Whether all of it is on the loopback."""
+        """Whether the whole cluster is on the loopback."""
         return is_local(self.host)
 
 
 def ray() -> Any:
-    """Ray, which is imported when it is first used: it reads its settings then."""
+    """Ray, imported at its first use: it reads its settings then."""
     return importlib.import_module("ray")
 
 
 def ray_is_there() -> None:
-    """Raise RuntimeStateError where Ray or LMDB is not installed. (Importing Ray waits for `prepare`.)"""
+    """Raise RuntimeStateError if Ray or LMDB is not installed. (Importing Ray waits for `prepare`.)"""
     for name in ("ray", "lmdb"):
         if importlib.util.find_spec(name) is None:
             raise RuntimeStateError(
@@ -85,21 +85,21 @@ def ray_is_there() -> None:
 
 
 def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = None) -> None:
-    """Set the environment of Ray, for this process and those that it starts: only those who know the token may say
-    anything, and on one host everything listens on the loopback. Raises RuntimeStateError where Ray was imported in
-    this process already, with other settings."""
+    """Set the environment of Ray, for this process and its children: only holders of the token may send requests, and
+    on one host everything listens on the loopback. Raises RuntimeStateError if this process has already imported Ray
+    with other settings."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "token",
-        "RAY_free_objects_period_milliseconds": "0",  # memory that was touched before is used again at once
-        "RAY_max_direct_call_object_size": str(2**19),  # bytes that go with a call, and not by way of shared memory
+        "RAY_free_objects_period_milliseconds": "0",  # used memory is reused at once
+        "RAY_max_direct_call_object_size": str(2**19),  # bytes that go with a call, and not by shared memory
         "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"),
-        keeper.PATIENCE: str(10**6),  # seconds: how long a process waits for Ray's head is said by us
+        keeper.PATIENCE: str(10**6),  # seconds: we limit how long a process waits for Ray's head
         **(variables or {}),
     }  # fmt: skip
     if token is not None:
         wanted["RAY_AUTH_TOKEN"] = token
     if is_local(host):
-        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the loopback stays what it is, and is not made an address
+        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the loopback is not replaced by an address
     if "ray" in sys.modules and is_local(host):
         from ray._private import ray_constants
 
@@ -115,12 +115,12 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
 
 
 class Node:
-    """Ray's processes on this host, in a session of their own, with one that ends them where nobody wants them any more
-    (keeper.py).
+    """Ray's processes on this host, in a session of their own, with a process that ends them when nobody needs them any
+    more (keeper.py).
 
-    head   whether it is the head of a new cluster, which outlives the process that starts it, if that is killed, and
-           waits for another; else it joins the one at `site`
-    logs   where it writes what it says, and where its folder is
+    head   True: the head of a new cluster, which outlives the process that starts it, if that is killed, and
+           waits for another; False: it joins the cluster at `site`
+    logs   a folder for its output and the path of its folder
     """
 
     def __init__(self, site: Site, head: bool, logs: Path) -> None:
@@ -161,12 +161,12 @@ class Node:
             time.sleep(0.05)
 
     def adopt(self, folder: Path) -> None:
-        """Have it in `folder`: that of a new one, or of one that another process has started."""
+        """Adopt the processes in `folder`: of a new node, or of one that another process has started."""
         self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._record.write_text(str(folder))
 
     def is_alive(self) -> bool:
-        """Whether it runs; it is wanted then."""
+        """Renew its lease, and return whether it runs."""
         if (folder := self._folder()) is not None:
             keeper.renew(folder)
         return answers(self._site) if self._process is None else self._process.poll() is None
@@ -211,7 +211,7 @@ def answers(site: Site) -> bool:
 
 
 def join(site: Site, patience: float) -> None:
-    """Make this process one of the cluster. Raises Gone where its head does not answer in `patience` seconds."""
+    """Make this process a part of the cluster. Raises Gone if its head does not answer in `patience` seconds."""
     module = ray()
     end = time.monotonic() + patience
     if module.is_initialized():
@@ -224,7 +224,7 @@ def join(site: Site, patience: float) -> None:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, and would have this process crash of it."""
+    """Keep this process's signal handlers: Ray takes SIGTERM for itself, and would make this process crash on it."""
     here = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -259,7 +259,7 @@ def _init(module: Any, site: Site, end: float, patience: float) -> None:
 
 
 def _init_alone(module: Any) -> None:
-    """A cluster of this process, whose end is that of the cluster."""
+    """Start a cluster in this process, which ends with it."""
     folder = keeper.made()
     process = subprocess.Popen(keeper.command(folder, os.getpid(), []), start_new_session=True)
     atexit.register(process.wait)
@@ -272,24 +272,24 @@ def _init_alone(module: Any) -> None:
             _temp_dir=str(keeper.inner(folder)),
         )  # fmt: skip
     finally:
-        del os.environ[keeper.FOLDER]  # which is of Ray's processes alone
+        del os.environ[keeper.FOLDER]  # only for Ray's processes
 
 
 def folder_here() -> Path | None:
-    """The folder of Ray's processes on this host, of a cluster that was joined; None where somebody else made it."""
+    """The folder of Ray's processes on this host, for a joined cluster; None if somebody else created it."""
     folder = Path(ray().get_runtime_context().get_temp_dir()).parent
     return folder if keeper.is_ours(folder) else None
 
 
 def leave() -> None:
-    """Have nothing to do with a cluster any more."""
+    """Disconnect from the cluster."""
     if "ray" in sys.modules:
         with contextlib.suppress(Exception):  # its processes may be gone
             sys.modules["ray"].shutdown()
 
 
 def start_coordinator(plan: ClusterSize, site: Site) -> None:
-    """Start the coordinator, if it is not there."""
+    """Start the coordinator, if it is not running."""
     module = ray()
     folder = site.folder / COORDINATOR if site.folder is not None else None
     actor = module.remote(_CoordinatorActor).options(
@@ -318,7 +318,7 @@ class _ServerActor(Server):
 
 
 class RayServers:
-    """Servers as actors, by their names. `folder`: that of all their shelves."""
+    """Servers as actors, by their names. `folder`: the folder of all their shelves."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -380,14 +380,14 @@ class RayServers:
 
 
 class _Watch:
-    """Whether Ray's head is there, while an answer is waited for."""
+    """Watches Ray's head while an answer is waited for."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._silent: float | None = None
 
     def look(self) -> None:
-        """Raise Gone where it has been silent for too long."""
+        """Raise Gone if the head has been silent for too long."""
         if self._site.port == 0 or answers(self._site):
             self._silent = None
             return
@@ -398,15 +398,15 @@ class _Watch:
 
 
 class Link:
-    """How a process asks the coordinator and the servers of a cluster."""
+    """The connection of a process to the coordinator and the servers of a cluster."""
 
     def __init__(self, site: Site, patience: float) -> None:
         self._site, self._patience = site, patience
         self._handles: dict[str, Any] = {}
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """Ask an actor by its name. Gives what `wait` takes. Raises Gone."""
-        if not ray().is_initialized():  # which Ray would be, by itself, with a cluster of its own
+        """Call a method of the named actor. Returns a handle for `wait`. Raises Gone."""
+        if not ray().is_initialized():  # Ray would start a cluster of its own by itself
             raise Gone(f"this process has left the cluster at {self._site.address}")
         try:
             if name not in self._handles:
@@ -416,8 +416,8 @@ class Link:
             raise Gone(f"there is no {name} at {self._site.address}: {error}") from error
 
     def wait(self, calls: Sequence[Any], patience: float | None = None) -> list[Any]:
-        """The answers. Raises what the first of them raised; Gone where Ray's head has gone, and TimeoutError after
-        `patience` seconds."""
+        """The answers. Raises the error of the first call that failed; Gone if Ray's head has gone, and TimeoutError
+        after `patience` seconds."""
         module = ray()
         begin = asked = time.monotonic()
         watch = _Watch(self._site)
@@ -429,7 +429,7 @@ class Link:
                 watch.look()
                 if patience is not None and now - begin > patience:
                     raise TimeoutError from None
-                if patience is None and now - asked > _ASK:  # another head may have taken the place of the one it knew
+                if patience is None and now - asked > _ASK:  # another head may have replaced the one it knew
                     self._ask_whether_it_is_there()
                     asked = time.monotonic()
             except module.exceptions.RayTaskError as error:
@@ -447,8 +447,8 @@ class Link:
             raise Gone(f"the coordinator at {self._site.address} does not answer") from None
 
     def await_coordinator(self) -> None:
-        """Return when the coordinator, which has just been started, answers: that takes long where all cores are busy,
-        and until then it has not gone. Raises RuntimeStateError where it does not."""
+        """Wait until the coordinator, which has just been started, answers: with all cores busy that takes long, and
+        until then it does not count as gone. Raises RuntimeStateError if it does not answer."""
         try:
             self.ask(COORDINATOR, "pid", patience=_STARTS)
         except TimeoutError:
@@ -457,11 +457,11 @@ class Link:
             ) from None
 
     def ask(self, name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
-        """What an actor answers."""
+        """The answer of an actor."""
         return self.wait([self.call(name, method, *arguments)], patience)[0]
 
     def again(self) -> None:
-        """Join the cluster again, in place of one that has gone. Raises Gone after the patience of this link."""
+        """Join the cluster again after the last one has gone. Raises Gone after the patience of this link."""
         self._handles.clear()
         if self._site.port:
             leave()
@@ -469,13 +469,13 @@ class Link:
 
     @property
     def node(self) -> str:
-        """The node of this process."""
+        """The id of this process's node."""
         return str(ray().get_runtime_context().get_node_id())
 
 
 def token_of(secret: bytes | None, host: str, folder: Path) -> str | None:
-    """What the processes of a cluster know each other by: from the job's secret, or, on one host, from a file that is
-    this user's alone. Raises RuntimeStateError where the processes are on several hosts and have no secret."""
+    """The token by which the processes of a cluster know each other: from the job's secret, or, on one host, from a
+    file that only this user may read. Raises RuntimeStateError for processes on several hosts without a secret."""
     import hashlib
 
     if secret is not None:

@@ -1,11 +1,12 @@
-"""Who is there, which server has what, and who waits for whom. Plain Python: cluster.py has it run as an actor of Ray.
+"""The coordinator of workers and servers: who is there, which server has what, and who waits for whom. Plain Python:
+cluster.py runs it as an actor of Ray.
 
 In sync mode a step is decided when all of its workers have come: whose gradients are averaged, with which options of
-the optimizer, and whose the next step is. So who comes or goes does so from a stated step on. In async mode the gate
-(gate.py) says who may push. Pieces move, and checkpoints are cut, where no step is on its way.
+the optimizer, and which workers take the next step. So workers join and leave at a definite step. In async mode the
+gate (gate.py) decides who may push. Pieces move, and checkpoints are cut, while no step is under way.
 
-What was decided is kept before anybody is told, so that the coordinator may die at any moment; all calls may come
-again."""
+A decision is kept before anybody is told, so that the coordinator may die at any moment; all calls may be repeated.
+"""
 
 from __future__ import annotations
 
@@ -29,43 +30,43 @@ from partway.strategy.errors import RuntimeStateError
 
 logger = logging.getLogger("partway.ps")
 _LOOK = 0.2  # seconds between two looks
-_STOPPED = 3.0  # seconds without a look after which it is this process that was stopped
+_STOPPED = 3.0  # seconds without a look after which this process itself was stopped
 
 
 class Removed(RuntimeStateError):
-    """This worker was taken for lost, or was started again elsewhere."""
+    """This worker was declared lost, or was started again elsewhere."""
 
 
 class Again(RuntimeStateError):
-    """This process was started again, and does not know its workers yet: each comes again, and goes on."""
+    """The coordinator was started again, and does not know its workers yet: each joins again, and goes on."""
 
 
 class Servers(Protocol):
-    """How servers are started and asked."""
+    """How servers are started and called."""
 
     def start(self, name: str, node: str | None, job: Job, maker: OptimizerMaker) -> None:
-        """Start a server, if it is not there; on a node, where one is named."""
+        """Start a server, if it is not running; on a node, if one is named."""
 
     def stop(self, name: str) -> None:
-        """End a server for good, and remove what it kept."""
+        """End a server for good, and remove its records."""
 
     async def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """What a server answers, however often it is started again meanwhile."""
+        """The answer of a server, however often it is started again meanwhile."""
 
     def renew(self) -> None:
-        """Say that the cluster is wanted, where it would end otherwise."""
+        """Renew the lease of a cluster that would end otherwise."""
 
     async def move(self, source: str, target: str, keys: list[str]) -> None:
-        """Have one server give pieces to another."""
+        """Move pieces from one server to another."""
 
 
 @dataclass
 class ClusterSize:
-    """How many there are to be, and how long to wait for them.
+    """The wanted numbers of workers and servers, and how long to wait for them.
 
-    workers, servers   that have to be there before the first step
+    workers, servers   have to be there before the first step
     patience           seconds to wait for them (MS_TOPO_TIMEOUT)
-    silence            seconds after which a worker that says nothing is lost (MS_NODE_TIMEOUT)
+    silence            seconds after which a silent worker is lost (MS_NODE_TIMEOUT)
     """
 
     workers: int
@@ -76,13 +77,13 @@ class ClusterSize:
 
 @dataclass
 class WorkerPlace:
-    """What a worker is told when it may begin.
+    """The answer to a worker that may begin.
 
     version      the last step that was decided; in async mode the last step of this worker that all servers have
     members      the workers of the next step
-    assignment   which server has which piece, and `epoch`, how often that changed
-    aux          what this worker kept with its last step
-    upload       nobody has given the servers their parameters yet, and this worker is to
+    assignment   which server has which piece; `epoch`: how often that changed
+    aux          the worker's own data from its last step
+    upload       nobody has given the servers their parameters yet, and this worker has to
     """
 
     version: int
@@ -95,7 +96,7 @@ class WorkerPlace:
 
 @dataclass
 class Answer:
-    """What a worker is told when it comes with a step."""
+    """The answer to a worker with a step."""
 
     decision: StepDecision | None
     assignment: dict[str, str]
@@ -116,7 +117,7 @@ class _Worker:
 
 
 class Coordinator:
-    """The one place that decides. `folder`: where it keeps what it decided; None: in memory."""
+    """The one place for decisions. `folder`: of its records; None: in memory."""
 
     def __init__(self, plan: ClusterSize, servers: Servers, folder: Path | None) -> None:
         self._plan, self._servers = plan, servers
@@ -155,9 +156,9 @@ class Coordinator:
         self._wanted_workers: int = kept.get("wanted_workers", self._plan.workers)
         self._named: int = kept.get("named", 0)
         self._over: bool = kept.get("over", False)  # the last worker has gone
-        self._gathers: bool = kept.get("gathers", True)  # it has not begun, or begins again: all are waited for
-        self._unheard = set(self._members)  # workers of which this process does not know from what they compute
-        self._marks: dict[int, int] = {}  # what they said of it before there was a gate
+        self._gathers: bool = kept.get("gathers", True)  # before the first step, or a new start: it waits for all
+        self._unheard = set(self._members)  # workers whose versions this process does not know
+        self._marks: dict[int, int] = {}  # versions that they reported before there was a gate
         now = time.monotonic()
         for worker, (incarnation, card) in ((int(w), each) for w, each in kept.get("workers", {}).items()):
             self._workers[worker] = _Worker(incarnation, now, card, aux=aux.get(worker))
@@ -175,11 +176,11 @@ class Coordinator:
         if self._job is not None and self._job.durability == "disk":
             self._shelf.sync()
 
-    # -- Coming
+    # -- Joining
 
     async def join(self, card: str, job: Job, maker: OptimizerMaker, number: int | None) -> tuple[int, int]:
-        """A worker comes. Returns its number, and how often one of that number has come. Raises RuntimeStateError if it
-        trains something else."""
+        """Register a worker. Returns its number, and how often a worker with that number has joined. Raises
+        RuntimeStateError if it trains something else."""
         self._look_on()
         if self._job is not None and (wrong := self._job.differs(job)):
             raise RuntimeStateError(f"{card} does not train the same as the earlier workers: {wrong}")
@@ -215,10 +216,10 @@ class Coordinator:
         return number, mine.incarnation
 
     async def admitted(self, worker: int, incarnation: int, mark: int | None = None) -> WorkerPlace:
-        """Wait until a worker may take part, and all servers have what it will read. Raises RuntimeStateError where too
-        few come.
+        """Wait until a worker may take part, and all servers have the data that it will read. Raises RuntimeStateError
+        if too few workers or servers come.
 
-        mark    of one that comes again with a step that it has computed: what it was computed from
+        mark    for one that joins again with a computed step: the version from which it was computed
         """
         mine = self._of(worker, incarnation)
         mine.waits = "to begin"
@@ -245,14 +246,14 @@ class Coordinator:
                 await self.begin(worker, incarnation)
             else:
                 self._gate.begin(worker, mark)
-        elif self._decision is not None:  # who was told of it may have died before any server was
+        elif self._decision is not None:  # whoever knew the decision may have died before telling a server
             for name in sorted(set(self._assignment.values())):
                 await self._servers.ask(name, "apply", self._decision, self._version)
         mine.waits = ""
         return WorkerPlace(version, list(self._members), self._assignment, self._epoch, mine.aux or None)
 
     async def uploaded(self, worker: int, incarnation: int) -> None:
-        """The servers have their parameters."""
+        """Record that the servers have their parameters."""
         self._of(worker, incarnation)
         self._ready, self._uploader = True, None
         self._say(f"the servers have {len(self._assignment)} pieces")
@@ -296,7 +297,8 @@ class Coordinator:
         return mine
 
     async def beat(self, worker: int, incarnation: int, mark: int | None) -> bool:
-        """A worker says that it lives, and from which version it computes. Whether it is still one of the job."""
+        """Record a worker's sign of life, and the version from which it computes. Returns whether it still belongs to
+        the job."""
         mine = self._workers.get(worker)
         if mine is None or mine.incarnation != incarnation:
             return False
@@ -313,7 +315,8 @@ class Coordinator:
     async def arrive(
         self, worker: int, incarnation: int, version: int, options: list[dict[str, Any]], aux: bytes | None
     ) -> Answer:
-        """A worker's gradients for step `version` are with all servers. Waits until the step is decided."""
+        """Record that a worker's gradients for step `version` are with all servers, and wait until the step is
+        decided."""
         mine = self._of(worker, incarnation)
         if worker not in self._members:
             raise Removed(f"worker {worker} was declared lost before step {version}")
@@ -366,8 +369,8 @@ class Coordinator:
     # -- Async mode
 
     async def turn(self, worker: int, incarnation: int, wants: bool) -> tuple[Answer, bool]:
-        """Wait until a worker may push the step that it computed. Returns which server has what, and whether it may
-        begin its next step with what the servers answer (if it `wants`), or has to ask by `begin` first."""
+        """Wait until a worker may push its computed step. Returns the assignment of pieces, and whether it may begin
+        its next step with the answers of the servers (if it `wants`), or has to call `begin` first."""
         mine = self._of(worker, incarnation)
         mine.waits = "to push"
         async with self._changed:
@@ -391,7 +394,7 @@ class Coordinator:
         return Answer(None, self._assignment, self._epoch)
 
     async def done(self, worker: int, incarnation: int) -> None:
-        """All servers have applied a worker's push."""
+        """Record that all servers have applied a worker's push."""
         self._of(worker, incarnation)
         self._gate.done(worker)
         await self._notify()
@@ -401,20 +404,20 @@ class Coordinator:
         return min(seen, default=0)
 
     async def _servers_at(self) -> None:
-        """How far the servers are, after this process was started again."""
+        """Ask the servers for their versions, after a restart of this process."""
         versions = [await self._servers.ask(name, "version") for name in sorted(set(self._assignment.values()))]
         self._gate.admitted = max([self._gate.admitted, *versions])
 
-    # -- Going
+    # -- Leaving
 
     async def leave(self, worker: int, incarnation: int) -> None:
-        """A worker has ended well."""
+        """Remove a worker that has ended well."""
         mine = self._workers.get(worker)
         if mine is not None and mine.incarnation == incarnation:
             await self._without(worker, "has ended")
 
     async def gone(self, worker: int, why: str) -> None:
-        """A worker's process has ended, and is not started again."""
+        """Remove a worker whose process has ended, and is not started again."""
         if worker in self._workers:
             await self._without(worker, why)
 
@@ -439,12 +442,12 @@ class Coordinator:
             self._looking = asyncio.get_running_loop().create_task(self._look_after())
 
     async def _look_after(self) -> None:
-        """See which workers are silent for too long."""
+        """Remove workers that are silent for too long."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK)
             now = time.monotonic()
-            if now - last > _STOPPED:  # this process was stopped, and what they said is still to be read
+            if now - last > _STOPPED:  # this process was stopped, and has yet to read their messages
                 for mine in self._workers.values():
                     mine.beat = now
             last = now
@@ -459,7 +462,7 @@ class Coordinator:
     # -- Servers
 
     async def add_server(self, node: str | None, name: str | None = None) -> str:
-        """One server more, on a node; or one of that name again, on the node where it is now. Returns its name."""
+        """Add a server on a node, or restart the server `name` on the node where it is now. Returns its name."""
         if name is None or name not in self._nodes:
             name = f"server{self._named}"
             self._named += 1
@@ -473,13 +476,13 @@ class Coordinator:
         return name
 
     async def place_servers(self, count: int) -> None:
-        """Have that many servers at least, wherever there is room."""
+        """Start servers until there are at least `count`, wherever there is room."""
         self._look_on()
         while len(self._nodes) < count:
             await self.add_server(None)
 
     async def retire_server(self, name: str) -> None:
-        """Have a server give up its pieces, and end. Raises RuntimeStateError if it is the last."""
+        """Make a server give up its pieces, and end. Raises RuntimeStateError if it is the last."""
         if name not in self._nodes:
             return
         if len(self._nodes) == 1:
@@ -492,7 +495,7 @@ class Coordinator:
         self._move_if_idle()
 
     async def scale(self, workers: int | None, servers: int | None) -> None:
-        """Have as many workers and servers. Raises RuntimeStateError for fewer than one."""
+        """Set the numbers of workers and servers. Raises RuntimeStateError for fewer than one."""
         for what, count in (("workers", workers), ("servers", servers)):
             if count is not None and count < 1:
                 raise RuntimeStateError(f"{count} {what}; it must be 1 or more")
@@ -517,7 +520,7 @@ class Coordinator:
         return len(self._nodes) >= (1 if self._ready else self._plan.servers)
 
     def _lay_out(self) -> None:
-        """Which server has what, at first."""
+        """Assign the pieces to servers for the first time."""
         assert self._job is not None
         sizes = {piece.key: self._job.size(piece) for piece in self._job.pieces}
         self._assignment, self._laid_for = assign(sizes, self._nodes, {}), sorted(self._nodes)
@@ -528,13 +531,13 @@ class Coordinator:
         return self._ready and self._laid_for != sorted(self._nodes)
 
     def _move_if_idle(self) -> None:
-        """In async mode pieces move when no push is on its way; in sync mode when a step was decided."""
+        """Move pieces in async mode, once no push is under way; in sync mode they move after a decision."""
         if self._job is not None and self._job.mode == "async" and self._is_to_move() and not self._paused:
             self._moving = asyncio.get_running_loop().create_task(self._between_steps(self._move))
 
     async def _between_steps(self, act: Callable[[], Any]) -> Any:
-        """Do something while no step is on its way: in sync mode all servers have taken the last one, and nobody is
-        told of it yet; in async mode nobody pushes."""
+        """Run `act` while no step is under way: in sync mode all servers have applied the last one, and nobody has been
+        told; in async mode nobody pushes."""
         async with self._moves:
             self._paused = True
             try:
@@ -553,8 +556,7 @@ class Coordinator:
                 await self._notify()
 
     async def _move(self) -> None:
-        """Move pieces to where they belong now. What a server gave up is there until the new one has it on its
-        shelf."""
+        """Move pieces to their new servers. The old server keeps a piece until the new one has it on its shelf."""
         assert self._job is not None
         begin = time.monotonic()
         before = self._assignment
@@ -578,13 +580,13 @@ class Coordinator:
                 await self._servers.ask(name, "keep", keys, max(versions))
             else:
                 self._servers.stop(name)
-        self._laid_for = nodes  # last: what is not known to be done is done again
+        self._laid_for = nodes  # last, so that after a failure everything is repeated
         self._keep()
         seconds = time.monotonic() - begin
         self._say(f"{moved / 1e6:.1f} MB moved in {seconds:.1f} s: {len(nodes)} servers have the parameters")
 
     async def layout(self) -> Answer:
-        """Which server has what."""
+        """The assignment of pieces to servers."""
         async with self._changed:
             while self._paused:
                 await self._wait()
@@ -593,7 +595,7 @@ class Coordinator:
     # -- The cut
 
     async def cut(self, name: str) -> tuple[dict[str, str], int]:
-        """Have all servers keep what they have as of one moment between two steps. Returns which server has what, and
+        """Make all servers keep their state as of one moment between two steps. Returns the assignment of pieces, and
         the step."""
         assert self._job is not None
 
@@ -608,10 +610,10 @@ class Coordinator:
             return found
         return await snapshots()  # the worker that asks has not come with its next step
 
-    # -- What others see
+    # -- Views
 
     async def status(self) -> dict[str, Any]:
-        """All, for a view."""
+        """The state of the whole job, for a view."""
         now = time.monotonic()
         names = sorted({*self._nodes, *self._assignment.values()})
         ready = self._ready and self._job is not None
@@ -638,7 +640,7 @@ class Coordinator:
         return found
 
     async def wanted(self) -> dict[str, Any]:
-        """What the launcher looks at: how many workers there are to be, and whether all have ended."""
+        """The launcher's view: the wanted number of workers, and whether all have ended."""
         return {"workers": self._wanted_workers, "there": sorted(self._workers), "over": self._over,
                 "epoch": self._epoch, "servers": sorted({*self._nodes, *self._assignment.values()}),
                 "wanted_servers": len(self._nodes)}  # fmt: skip
@@ -648,7 +650,7 @@ class Coordinator:
         return self._of(worker, incarnation).leaves
 
     async def events(self) -> list[str]:
-        """What has happened, in order."""
+        """The events, in order."""
         return list(self._events)
 
     def _say(self, text: str) -> None:
@@ -660,7 +662,7 @@ class Coordinator:
             self._changed.notify_all()
 
     async def _wait(self) -> None:
-        """Wait until something has changed; the condition is held."""
+        """Wait until something has changed; the caller holds the condition."""
         await self._changed.wait()
 
 

@@ -1,17 +1,17 @@
-"""How stale a push may be, in asynchronous training: who may push now, and who may begin a step.
+"""Bound the staleness of pushes in asynchronous training: decide who may push now, and who may begin a step.
 
 The staleness of a push is how many others a server applied between the worker's read of the parameters and its push.
-Every push goes to every server, which counts those that it has applied; so a worker's read has a mark: the smallest of
-these counts. With `bound`:
+Every push goes to every server, which counts the applied ones; so a worker's read has a mark: the smallest of these
+counts. With `bound`:
 
-    a push that was admitted and is on its way    all admitted before it is done may be applied before it:
+    an admitted push that is under way            all admitted before it is done may be applied before it:
                                                   admitted - 1 - mark <= bound
     steps that are being computed                 they can still push one after another, those of the smallest mark
                                                   first: the i-th of them (from 0) has admitted + i - mark <= bound
 
-Nothing is admitted that breaks one of the two. So whoever has the smallest mark may always push, and nobody waits for
-ever. Where they are broken all the same (the gate was started again, and workers say late from what they compute)
-it may push when no other push is on its way.
+Nothing is admitted that breaks one of the two. So the worker with the smallest mark may always push, and nobody waits
+forever. If they are broken nevertheless (the gate was started again, and workers report their marks late), that worker
+may push when no other push is under way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gate:
         self.admitted = 0
         self._computing: dict[int, int] = {}  # the marks of steps that are being computed
         self._on_their_way: dict[int, int] = {}
-        self._known: set[int] = set()  # workers whose marks this gate has, or knows that there is none
+        self._known: set[int] = set()  # workers whose marks, or lack of one, this gate knows
 
     def read(self, worker: int) -> bool:
         """Let a worker read the parameters and begin a step, if that keeps the bound."""
@@ -39,8 +39,8 @@ class Gate:
         return True
 
     def push(self, worker: int) -> bool:
-        """Let a worker push the step that it has computed, if that keeps the bound. One that did not begin it here (the
-        gate was started again since) is taken for as stale as may be."""
+        """Let a worker push the step that it has computed, if that keeps the bound. A worker that did not begin the
+        step here (the gate was started again since) counts as maximally stale."""
         if worker in self._on_their_way:
             return True  # it asks again: the answer was lost
         mark = self._computing.get(worker, self.admitted - (self.bound or 0))
@@ -55,18 +55,18 @@ class Gate:
         return True
 
     def done(self, worker: int) -> None:
-        """All servers have applied a worker's push."""
+        """Record that all servers have applied a worker's push."""
         self._on_their_way.pop(worker, None)
 
     def drop(self, worker: int) -> None:
-        """A worker is lost, or begins anew."""
+        """Forget a worker that is lost, or starts over."""
         self._computing.pop(worker, None)
         self._on_their_way.pop(worker, None)
         self._known.discard(worker)
 
     def begin(self, worker: int, mark: int) -> None:
-        """A worker says that it computes a step from parameters of `mark`: news where this gate was started again. One
-        that waits to begin says so too, of the step before."""
+        """Record that a worker computes a step from parameters of `mark`, which is news after a restart of the gate. A
+        worker that waits to begin reports the mark of the step before."""
         self.admitted = max(self.admitted, mark)
         if worker not in self._known:
             self._computing[worker] = mark
@@ -74,7 +74,7 @@ class Gate:
 
     @property
     def is_still(self) -> bool:
-        """Whether no push is on its way."""
+        """Whether no push is under way."""
         return not self._on_their_way
 
     def _keeps(self, admitted: int, computing: dict[int, int], on_their_way: dict[int, int]) -> bool:

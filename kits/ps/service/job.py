@@ -1,4 +1,4 @@
-"""What is trained: the same for all processes of a job, or it is an error."""
+"""The description of a job: it must be the same for all its processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MODES = ("sync", "async")
 
 @dataclass(frozen=True)
 class Job:
-    """All that the processes of a job have to agree on.
+    """The facts on which the processes of a job have to agree.
 
     optimizer      the name of its class
-    options        of each of its groups of parameters, as they are at first
+    options        the initial options of each of its groups of parameters
     by_element     its step of a row does not depend on other rows
     mode           one of MODES
     max_staleness  of a push in async mode; None: any
@@ -36,21 +36,21 @@ class Job:
 
     @property
     def pieces(self) -> tuple[RowRange, ...]:
-        """Into which its parameters are divided."""
+        """The pieces into which its parameters are divided."""
         return divide(self.parameters, self.by_element)
 
     def size(self, piece: RowRange) -> int:
-        """Bytes of a piece's values."""
+        """The size of a piece's values in bytes."""
         return (piece.stop - piece.start) * self.parameters[piece.parameter].row_bytes
 
     @property
     def fingerprint(self) -> str:
-        """What records of this job are known by. The options of the optimizer may change."""
+        """The identity of this job's records. The options of the optimizer may change."""
         facts = [[asdict(parameter) for parameter in self.parameters], self.optimizer, self.by_element, self.mode]
         return hashlib.sha256(json.dumps([*facts, version("partway")]).encode()).hexdigest()
 
     def differs(self, other: Job) -> str | None:
-        """What a worker with `other` was told that differs; None: nothing."""
+        """Why a worker with `other` does not fit; None if it does."""
         mine, theirs = self.parameters, other.parameters
         if len(mine) != len(theirs):
             return f"the optimizer has {len(theirs)} parameters, not {len(mine)}"

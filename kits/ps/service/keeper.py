@@ -1,12 +1,12 @@
-"""Ray's processes on this host, and the folder by which they are known.
+"""Ray's processes on this host, and the folder that identifies them.
 
-Ray makes the folder that it is given open to everybody. So it gets one within a folder of random name that is this
-user's alone, and each of its processes has the name of that in its environment: a process that has it there is of this
-cluster, whatever its number, group or parent. Some write over their environment; those stay in the keeper's session.
+Ray makes its folder accessible to everybody. So it is created within a folder of random name that is this user's alone,
+and each of its processes has that name in its environment: a process with it belongs to this cluster, whatever its
+number, group or parent. Some overwrite their environment; those stay in the keeper's session.
 
-This file also runs as a process (without the rest of Partway), the parent of Ray's: when they end, or nobody wants them
-any more, it ends what is left of them and removes the folder. Of Ray's head that is when its lease has not been
-renewed for LEASE seconds, which the scheduler does, and the coordinator as long as there are workers; a node that has
+This file also runs as a process (without the rest of Partway), the parent of Ray's: when they end, or nobody needs them
+any more, it ends the remaining ones and removes the folder. Ray's head is not needed when its lease has not been
+renewed for LEASE seconds; the scheduler renews it, and the coordinator as long as there are workers. A node that has
 joined ends with the process that started it.
 """
 
@@ -26,15 +26,15 @@ from pathlib import Path
 
 FOLDER = "PARTWAY_PS_RAY"  # in the environment of Ray's processes: their folder
 LEASE = 120.0  # seconds
-PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after which a process without Ray's head exits, and says nothing
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after which a process without Ray's head exits silently
 _PREFIX = "partway-ray-"
-_LONGEST = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")  # a path of a socket
+_LONGEST = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")  # the path of a socket
 _LOOK = 0.5  # seconds
 
 
 def made() -> Path:
-    """A new folder, of this user alone. Raises OSError where no folder for temporary files has a name that is short
-    enough for sockets."""
+    """A new folder, of this user alone. Raises OSError if no folder for temporary files has a path short enough for
+    sockets."""
     for place in (tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(place)) + len(f"/{_PREFIX}12345678") <= _LONGEST:
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
@@ -45,7 +45,7 @@ def made() -> Path:
 
 
 def inner(folder: Path) -> Path:
-    """What Ray is given."""
+    """The folder for Ray."""
     return folder / "ray"
 
 
@@ -60,7 +60,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def renew(folder: Path) -> None:
-    """Say that Ray's head is wanted."""
+    """Renew the lease of Ray's head."""
     with suppress(OSError):  # it has ended
         (folder / "lease").touch()
 
@@ -71,16 +71,16 @@ def marked(folder: Path) -> dict[str, str]:
 
 
 def command(folder: Path, parent: int, ray: list[str]) -> list[str]:
-    """That of the process that keeps Ray's.
+    """The command of the process that keeps Ray's.
 
-    parent   with which it ends; 0: by its lease
-    ray      how to start Ray; nothing where the parent does
+    parent   the process with which it ends; 0: it ends by its lease
+    ray      the command that starts Ray; empty if the parent does
     """
     return [sys.executable, __file__, str(folder), str(parent), *ray]
 
 
 def end(folder: Path) -> None:
-    """End all of Ray's processes, and remove their folder. (Only where there is /proc are they all found.)"""
+    """End all of Ray's processes, and remove their folder. (Without /proc not all of them are found.)"""
     if not is_ours(folder):
         return
     while mine := [pid for pid in _processes(folder) if pid != os.getpid()]:
@@ -92,8 +92,7 @@ def end(folder: Path) -> None:
 
 
 def _processes(folder: Path) -> list[int]:
-    """The processes that have the folder in their environment, or are in the session of its keeper, and have not
-    ended."""
+    """The running processes that have the folder in their environment, or are in the session of its keeper."""
     entry, session, found = f"{FOLDER}={folder}".encode(), "", []
     with suppress(OSError):
         session = (folder / "session").read_text()
@@ -123,7 +122,7 @@ def _is_parents(parent: int) -> Callable[[], bool]:
 
 
 class _Leased:
-    """Whether the lease was renewed of late, in the time that this process ran."""
+    """Tells whether the lease was renewed recently, in the time that this process ran."""
 
     def __init__(self, folder: Path) -> None:
         self._lease, self._left, self._renewed, self._last = folder / "lease", LEASE, 0.0, time.monotonic()

@@ -1,7 +1,7 @@
-"""How parameters are divided: each into pieces of its first dim, and the pieces over the servers, by bytes.
+"""Divide parameters into pieces of their first dim, and the pieces among the servers, by bytes.
 
-A piece is what moves where servers come and go, so that no more is sent than has to be. How a parameter is cut follows
-from the job alone, and not from how many servers there are.
+Pieces are the unit in which data moves when servers come and go, so that only the necessary data is sent. The division
+of a parameter depends on the job alone, and not on the number of servers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 LARGEST, SMALLEST = 4 * 2**20, 2**16  # bytes of a piece
-_OF_A_TABLE = 8  # pieces of a table by rows, at most
-_SHARES = 32  # into about how many pieces all parameters are cut, between these two
+_OF_A_TABLE = 8  # the most pieces of a table by rows
+_SHARES = 32  # the approximate number of pieces of all parameters, between these two
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What the servers are told of a parameter.
+    """The servers' description of a parameter.
 
     index        its number among those of the optimizer
     name         for messages
@@ -37,12 +37,12 @@ class Parameter:
 
     @property
     def rows(self) -> int:
-        """The size of its first dim; a parameter that is one number has one row."""
+        """The size of its first dim; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """The bytes of one row."""
         return math.prod(self.shape[1:]) * self.item
 
 
@@ -56,13 +56,13 @@ class RowRange:
 
     @property
     def key(self) -> str:
-        """What it is called: unique within a job."""
+        """Its key: unique within a job."""
         return f"{self.parameter}:{self.start}"
 
 
 def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[RowRange, ...]:
-    """All pieces of a job. `by_element`: the optimizer's step of a row does not depend on others; where it does,
-    parameters stay whole."""
+    """All pieces of a job. `by_element`: the optimizer's step of a row does not depend on others; otherwise parameters
+    stay whole."""
     total = sum(parameter.rows * parameter.row_bytes for parameter in parameters)
     target = min(max(total // _SHARES, SMALLEST), LARGEST)
     pieces = []
@@ -78,7 +78,8 @@ def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[RowRange,
 
 
 def assign(sizes: Mapping[str, int], servers: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
-    """Which server has each piece: about as many bytes each, and as much as can be where it was `before`.
+    """Assign each piece to a server: about as many bytes to each, with as many pieces as possible where they were
+    `before`.
 
     sizes   bytes of each piece, by its key
     """
@@ -99,7 +100,7 @@ def assign(sizes: Mapping[str, int], servers: Iterable[str], before: Mapping[str
         fits = [key for key, server in found.items() if server == most and 0 < sizes[key] < gap]
         if not fits:
             return found
-        best = min(fits, key=lambda key: (abs(gap - 2 * sizes[key]), key))  # leaves the two the most alike
+        best = min(fits, key=lambda key: (abs(gap - 2 * sizes[key]), key))  # balances the two best
         if abs(gap - 2 * sizes[best]) >= gap:
             return found
         found[best] = least

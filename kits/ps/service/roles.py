@@ -1,8 +1,8 @@
 """The processes of a job with a parameter server, by MS_ROLE: the scheduler, the servers, the workers.
 
-    MS_SCHED      keeps Ray's head and the coordinator, and starts them again where they die, until all workers have
+    MS_SCHED      keeps Ray's head and the coordinator, and starts them again when they die, until all workers have
                   ended
-    MS_PSERVER    gives the job one server more, on its host; SIGTERM has it give up its parameters, and end
+    MS_PSERVER    adds a server to the job, on its host; on SIGTERM it gives up its parameters, and ends
     MS_WORKER     runs the script
     none          this process is the only worker, of a cluster that it starts and ends
 
@@ -40,14 +40,14 @@ from partway.strategy.errors import RuntimeStateError
 VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 ROLES = ("MS_SCHED", "MS_PSERVER", "MS_WORKER")
 LOCAL_SERVERS = "PARTWAY_PS_LOCAL_SERVERS"  # the scheduler starts all servers on its own host: `partway ps` sets it
-FOLDER = "PARTWAY_PS_FOLDER"  # where a job of `partway ps` keeps what it has
+FOLDER = "PARTWAY_PS_FOLDER"  # the folder of a job of `partway ps`
 _LOOK = 0.3  # seconds
-_STARTS = 180.0  # seconds that Ray may take to start on a machine that has much else to do
+_STARTS = 180.0  # seconds that Ray may take to start on a busy machine
 
 
 @dataclass(frozen=True)
 class Session:
-    """This process as one of a cluster's. `number`: of the worker, where it asks for one."""
+    """This process as a member of a cluster. `number`: the number that the worker asks for, if any."""
 
     site: Site
     plan: ClusterSize
@@ -68,8 +68,8 @@ def current() -> Session:
 
 
 def join() -> None:
-    """Be what MS_ROLE says; come back as a worker. Raises RuntimeStateError for variables that are missing or wrong,
-    and SystemExit where the scheduler or a server has done its work."""
+    """Take the role of MS_ROLE; returns for a worker. Raises RuntimeStateError for variables that are missing or wrong,
+    and SystemExit when the scheduler or a server has done its work."""
     if _session:
         return
     wanted = settings.required()
@@ -132,15 +132,15 @@ def _plan(workers: int) -> ClusterSize:
 
 
 def protect(site: Site) -> None:
-    """Ray's settings: who may come, and in which tongue."""
+    """Set Ray's options of security: the token, and TLS."""
     secret = door.secret() or None
     kept = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser()
     cluster.prepare(site.host, cluster.token_of(secret, site.host, kept), _tls(site))
 
 
 def _tls(site: Site) -> dict[str, str]:
-    """Ray's TLS, where set_ps_context(enable_ssl=True) named certificates. On one host, or on an interface that
-    encrypts, none is needed."""
+    """Ray's TLS options, if set_ps_context(enable_ssl=True) named certificates. On one host, or on an interface that
+    encrypts, it needs none."""
     asked = security.wanted()
     if asked is None:
         return {}
@@ -168,8 +168,8 @@ def _tls(site: Site) -> dict[str, str]:
 
 
 def check_address(identity: Identity, site: Site) -> None:
-    """Raise RuntimeStateError where a certificate does not name the address of this host, which Ray's TLS compares: it
-    would say no more than that nobody answers."""
+    """Raise RuntimeStateError if a certificate does not name the address of this host, which Ray's TLS compares: Ray
+    itself would only say that nobody answers."""
     from cryptography import x509
 
     chain = pem_of(identity)[1]
@@ -194,7 +194,7 @@ def _receive_patience() -> float:
 
 
 class _SchedulerRole:
-    """Ray's head and the coordinator, for as long as the job runs."""
+    """Keeps Ray's head and the coordinator for as long as the job runs."""
 
     def __init__(self, site: Site, plan: ClusterSize) -> None:
         self._own = site.folder is None
@@ -206,8 +206,8 @@ class _SchedulerRole:
         self._servers = number(LOCAL_SERVERS, 1) if LOCAL_SERVERS in os.environ else 0
 
     def run(self) -> None:
-        """Until all workers have ended. Raises SystemExit where this process is asked to end before: another may take
-        its place."""
+        """Run until all workers have ended. Raises SystemExit if this process is asked to end before: another may
+        replace it."""
         signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         began, ended = False, False
         attached = cluster.answers(self._site)  # in place of one that died
@@ -251,7 +251,7 @@ class _SchedulerRole:
 
 
 def serve(site: Site, plan: ClusterSize) -> None:
-    """Give the job one server more, until it ends or this process is asked to."""
+    """Add a server to the job, until it ends or this process is asked to."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     name: str | None = None
@@ -296,7 +296,7 @@ def _retire(link: Link, name: str | None) -> None:
 
 
 def _waits(site: Site, seconds: float) -> bool:
-    """Whether a head comes again."""
+    """Wait for a head to come again, and return whether one has."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if cluster.answers(site):
@@ -306,7 +306,7 @@ def _waits(site: Site, seconds: float) -> bool:
 
 
 def _is_of_head(site: Site) -> bool:
-    """Whether this host is that of the head. A name that is not known yet is another's."""
+    """Whether the head runs on this host. A name that is not known yet is another host's."""
     if site.is_local:
         return True
     try:
@@ -339,7 +339,7 @@ def _wait_for(site: Site, patience: float) -> None:
 
 
 def _alone(wanted: settings.ServerSettings) -> None:
-    """A cluster that this process starts and ends."""
+    """Start a cluster that ends with this process."""
     plan = _plan(1)
     folder = wanted.shard_folder
     if folder is None and wanted.durability != "memory":
@@ -357,7 +357,7 @@ def _alone(wanted: settings.ServerSettings) -> None:
 
 
 def end() -> None:
-    """Leave the cluster: nothing is left of one that this process started."""
+    """Leave the cluster; one that this process started is removed completely."""
     if _session:
         site = _session.pop().site
         if site.port == 0:
@@ -369,13 +369,13 @@ def end() -> None:
 def _stop_actors() -> None:
     import ray
 
-    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # of all namespaces they are no texts
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # with all namespaces they are dicts
     for name in [each["name"] for each in actors if each["namespace"] == cluster.SPACE]:
         ray.kill(ray.get_actor(name, cluster.SPACE))
 
 
 def card() -> str:
-    """What this process is called."""
+    """The name of this process in messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -385,6 +385,6 @@ def _say(text: str) -> None:
 
 
 def scheduler() -> None:
-    """The scheduler of `partway ps`: a process without a script."""
+    """Run the scheduler of `partway ps`: a process without a script."""
     settings.want(settings.ServerSettings())
     join()

@@ -1,10 +1,10 @@
-"""A server: its pieces, and the steps that it takes. Plain Python: cluster.py has it run as an actor of Ray.
+"""A server: its pieces, and the steps that it takes. Plain Python: cluster.py runs it as an actor of Ray.
 
-Every call may come again, since the first may have been carried out by a process that then died: so each is written to
-the shelf, with what it is known by, before it is answered.
+Every call may be repeated, since a process may carry it out and then die: so each is written to the shelf, with its
+identity, before it is answered.
 
-    in sync mode     `prepare` keeps a worker's gradients for a step; `apply` takes the step, by the workers that the
-                     coordinator decided on, and returns what changed
+    in sync mode     `prepare` keeps a worker's gradients for a step; `apply` takes the step, for the workers that the
+                     coordinator decided on, and returns the changes
     in async mode    `push` takes a worker's step at once
 """
 
@@ -30,12 +30,12 @@ from partway.ps.service.wire import array_of, bytes_of, name_of, tensor_from, te
 from partway.strategy.errors import RuntimeStateError
 
 Values = dict[str, Any]  # arrays by the keys of pieces
-_LEAST_JOURNAL = 2**20  # bytes of rows that are kept beside a piece of a table before it is written anew
+_LEAST_JOURNAL = 2**20  # bytes of rows beside a piece of a table before it is rewritten
 
 
 @dataclass
 class StepDecision:
-    """What a step of sync mode is: whose gradients are averaged, with which options; whose the next step is."""
+    """A step of sync mode: the workers whose gradients are averaged, the options, and the workers of the next step."""
 
     version: int
     members: list[int]
@@ -45,11 +45,11 @@ class StepDecision:
 
 @dataclass
 class PushedGradients:
-    """What a worker pushes to one server.
+    """A worker's push to one server.
 
     dense    arrays by the keys of pieces
     rows     by the keys of pieces of tables: the rows, counted within the piece, and their gradients
-    dtype    of all, where it is not the parameter's own
+    dtype    of all, if it is not the parameter's own
     """
 
     dense: Values
@@ -58,14 +58,14 @@ class PushedGradients:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its size in bytes."""
         return int(sum(a.nbytes for a in self.dense.values()) + sum(i.nbytes + g.nbytes for i, g in self.rows.values()))
 
 
 @dataclass
 class Changes:
-    """What a worker gets: the version, the values of pieces that changed since the one that it knows, and, of
-    parameters that stay on workers, the mean gradients of this step (their values where more than that changed)."""
+    """The changes for a worker: the version, the values of pieces that changed since the version that it knows, and, of
+    parameters that stay on workers, the mean gradients of this step (their values if more than that changed)."""
 
     version: int
     values: Values
@@ -74,12 +74,12 @@ class Changes:
 
 @dataclass
 class Moved:
-    """A piece on its way, or at its beginning: what it is worth, what the optimizer keeps of it, whose steps it has.
+    """A piece that moves, or starts: its values, its optimizer states, and the steps that it includes.
 
     state    tensors and numbers; a tensor with an entry for each element is of the piece alone
     seen     the last step of each worker that it has (async mode)
     table    of a table: the last step of each row, how many there were, the options from each on, numbers at the start
-    version  that of the server which had it
+    version  that of the server from which it comes
     """
 
     piece: RowRange
@@ -91,7 +91,7 @@ class Moved:
 
 
 class Server:
-    """The pieces of one server, in `folder`. Raises RuntimeStateError where that has those of another job."""
+    """The pieces of one server, in `folder`. Raises RuntimeStateError if that has those of another job."""
 
     def __init__(self, name: str, job: Job, maker: OptimizerMaker, folder: Path | None) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writ")
@@ -105,16 +105,16 @@ class Server:
         self._counts = {"prepared": 0, "applied": 0, "repeated": 0}
         self._version = 0
         self._seen: dict[int, int] = {}  # the last step of each worker (async mode)
-        self._own_seen: dict[str, dict[int, int]] = {}  # of pieces that came from a server that had seen others
+        self._own_seen: dict[str, dict[int, int]] = {}  # for pieces from a server that had seen other steps
         self._incarnations: dict[int, int] = {}
         self._changed: dict[str, int] = {}
-        self._journals: dict[str, int] = {}  # bytes of rows of a table that are kept beside it
-        self._kept_keys: dict[str, list[str]] = {}  # what is kept of each row of a table
+        self._journals: dict[str, int] = {}  # bytes of rows that are kept beside a table
+        self._kept_keys: dict[str, list[str]] = {}  # the states that are kept of each row of a table
         self._means: Values = {}
         self._staleness: list[tuple[int, int, int]] = []
         self._load()
 
-    # -- What it is
+    # -- Its state
 
     def status(self) -> dict[str, Any]:
         """Counts and sizes, for a view."""
@@ -126,7 +126,7 @@ class Server:
         }  # fmt: skip
 
     def version(self) -> int:
-        """How many steps it has taken; in async mode, how many pushes."""
+        """The number of steps that it has taken; in async mode, of pushes."""
         return self._version
 
     def seen(self, worker: int) -> int:
@@ -144,7 +144,7 @@ class Server:
     # -- Pieces
 
     def give(self, moved: list[Moved]) -> None:
-        """Take pieces: at the beginning, or from another server, whose version this one then has too."""
+        """Take pieces: the initial ones, or from another server, whose version this one then has too."""
         self._version = max([self._version, *(each.version for each in moved)])
         records: list[Record] = []
         for each in moved:
@@ -155,7 +155,7 @@ class Server:
         self._commit(records, [b"r/%s/" % each.piece.key.encode() for each in moved])
 
     def keep(self, keys: list[str], version: int) -> None:
-        """Give up all pieces but these, and be at this version, with those that came from elsewhere."""
+        """Give up all pieces but these, and take over the version, with the pieces that came from elsewhere."""
         gone = [key for key in self._shard.pieces if key not in keys]
         for key in gone:
             self._shard.remove(key)
@@ -164,14 +164,14 @@ class Server:
         self._commit([], [prefix for key in gone for prefix in (b"p/%s/" % key.encode(), b"r/%s/" % key.encode())])
 
     def take(self, keys: list[str]) -> list[Moved]:
-        """Pieces with all that belongs to them, as another server takes them, or a worker those that stay there."""
+        """Pieces with all their data, for another server, or for a worker those that stay there."""
         return [self._moved(key) for key in keys]
 
     # -- Sync mode
 
     def prepare(self, worker: int, incarnation: int, version: int, gradients: PushedGradients) -> int:
-        """Keep a worker's gradients for step `version`. Returns this server's version: the step is over, or the worker
-        began again since, where they were not taken."""
+        """Keep a worker's gradients for step `version`. Returns this server's version. They are not taken if the step
+        is over, or the worker has started over since."""
         if version <= self._version or incarnation < self._incarnations.get(worker, 0):
             return self._version
         self._incarnations[worker] = incarnation
@@ -191,7 +191,7 @@ class Server:
         return self._version
 
     def apply(self, decision: StepDecision, known: int) -> Changes:
-        """Take step `decision.version`, if it is not taken yet. Returns what changed since version `known`."""
+        """Take step `decision.version`, if it is not taken yet. Returns the changes since version `known`."""
         if decision.version == self._version + 1:
             self._apply(decision)
         elif decision.version > self._version:
@@ -242,7 +242,7 @@ class Server:
     def push(
         self, worker: int, number: int, read: int, gradients: PushedGradients, options: list[dict[str, Any]], known: int
     ) -> Changes:
-        """Take the step `number` of a worker, computed from this server's version `read`. Returns what changed since
+        """Take the step `number` of a worker, computed from this server's version `read`. Returns the changes since
         version `known`."""
         skipped = {key for key in self._shard.pieces if self._seen_of(key).get(worker, 0) >= number}
         if self._seen.get(worker, 0) >= number:
@@ -317,7 +317,7 @@ class Server:
                 records, done = records + more, done + gone
             self._commit(records, done)
         except BaseException:
-            self._load()  # what is in memory has gone ahead of what is kept
+            self._load()  # the memory is ahead of the records
             raise
 
     def _mean(self, key: str, parts: list[tuple[Any, str | None]], count: int) -> Tensor:
@@ -344,13 +344,13 @@ class Server:
     # -- The cut
 
     def snapshot(self, name: str) -> int:
-        """Keep all as it is now, for `read`, whatever comes later. Returns the version."""
+        """Keep the present state for `read`, whatever comes later. Returns the version."""
         self.release(name)
         self._snapshots[name] = self._shelf.view()
         return self._version
 
     def read(self, name: str, key: str) -> Moved:
-        """A piece as it was in a snapshot; rows of tables with the steps that they had missed."""
+        """A piece in a snapshot; rows of tables with the steps that they had missed."""
         if name not in self._snapshots:
             raise RuntimeStateError(f"server {self.name} was started again while a checkpoint was written; save again")
         moved = self._kept(self._snapshots[name], key)
@@ -361,12 +361,12 @@ class Server:
         return moved
 
     def release(self, name: str) -> None:
-        """A snapshot is needed no more."""
+        """Free a snapshot."""
         if (view := self._snapshots.pop(name, None)) is not None:
             view.close()
 
     def close(self) -> None:
-        """Write what is left, and close the shelf."""
+        """Write the rest, and close the shelf."""
         for name in list(self._snapshots):
             self.release(name)
         self._shelf.close()
@@ -407,8 +407,8 @@ class Server:
         ]  # fmt: skip
 
     def _row_records(self, key: str, ids: Tensor) -> tuple[list[Record], list[bytes]]:
-        """The records of a step of a table, and which go: what its rows have now, in one more record. Where these have
-        become many, or the optimizer keeps something else of each row, the whole piece is written instead."""
+        """The records of a step of a table, and the keys to remove: the new content of its rows, in one more record. If
+        these have become many, or the states of each row change in kind, the whole piece is written instead."""
         table = self._shard.tables[key]
         rows = _lines([ids, *(each[ids] for each in _columns(table))])
         journal = b"r/%s/" % key.encode()
@@ -420,7 +420,7 @@ class Server:
         return [*self._records(key), (journal + self._version.to_bytes(8, "big"), memoryview(rows.reshape(-1)))], []
 
     def _kept(self, view: ShelfSnapshot, key: str) -> Moved:
-        """A piece as the records have it."""
+        """A piece from its records."""
         prefix = b"p/%s/" % key.encode()
         head = json.loads(bytes(view.get(prefix + b"h")))
         piece = RowRange(**head["piece"])
@@ -490,7 +490,7 @@ class Server:
         return Table(value, tensors, dict(own["base"]), own["began"], own["last"].clone(), own["time"], runs)
 
     def _load(self) -> None:
-        """All as the records have it."""
+        """Load everything from the records."""
         self._shard = ServerShard(self._maker, self._parameters)
         self._changed, self._means, self._own_seen = {}, {}, {}
         self._version, self._seen, self._incarnations = 0, {}, {}
@@ -516,7 +516,7 @@ class Server:
 
 
 def _columns(table: Table) -> list[Tensor]:
-    """What a table has of each row: the last step, the values, what the optimizer keeps."""
+    """The columns of a table, with an entry for each row: the last step, the values, the optimizer states."""
     return [table.last, table.value, *(table.state[name] for name in sorted(table.state))]
 
 
@@ -548,7 +548,7 @@ def _tensors_own(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers_out(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers as JSON has them: tensors of one number or of a few with their dtypes."""
+    """Numbers as JSON values: tensors of one number or of a few with their dtypes."""
     return {
         name: {"tensor": kept.tolist(), "dtype": name_of(kept.dtype)} if isinstance(kept, Tensor) else kept
         for name, kept in numbers.items()

@@ -1,4 +1,4 @@
-"""What `set_ps_context` asked for: one value for the process, which `init` reads."""
+"""The options of `set_ps_context`: one value for the process, which `init` reads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ServerSettings:
     mode            "sync" or "async"
     max_staleness   of a push in async mode; None: any
     durability      what the servers' parameters survive: see shelf.py
-    shard_folder    where they are kept; None: in a folder that ends with the job
-    gradient_dtype  in which gradients are sent; None: their own
+    shard_folder    the folder of the parameters; None: one that ends with the job
+    gradient_dtype  the dtype in which gradients are sent; None: their own
     """
 
     mode: str = "sync"
@@ -36,12 +36,12 @@ def want(settings: ServerSettings | None) -> None:
 
 
 def wanted() -> ServerSettings | None:
-    """What is asked for; None where no parameter server is."""
+    """The options; None if no parameter server is asked for."""
     return _now[0]
 
 
 def required() -> ServerSettings:
-    """What is asked for. Raises RuntimeStateError where no parameter server is."""
+    """The options. Raises RuntimeStateError if no parameter server is asked for."""
     if (settings := _now[0]) is None:
         raise RuntimeStateError(
             "there is no parameter server; call set_ps_context(enable_ps=True) and then init() first"
@@ -50,8 +50,8 @@ def required() -> ServerSettings:
 
 
 def join() -> None:
-    """Join a parameter server's cluster, where set_ps_context asked for one; of a worker that is a group of ranks, rank
-    0 does. The scheduler and the servers end here."""
+    """Join a parameter server's cluster, if set_ps_context asked for one; in a worker that is a group of ranks, rank 0
+    does. The scheduler and the servers end here."""
     if wanted() is None:
         if os.environ.get("MS_SERVER_NUM", "0") != "0":
             raise RuntimeStateError(

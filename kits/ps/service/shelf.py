@@ -1,4 +1,4 @@
-"""What a server keeps: records in LMDB, in a folder of its own. One transaction writes all of a step, or nothing.
+"""The records of a server, in LMDB, in a folder of its own. One transaction writes all of a step, or nothing.
 
     "memory"     in this process only
     "process"    survives the death of processes, at any moment: written records are the system's
@@ -21,13 +21,13 @@ from typing import Any, Protocol
 from partway.strategy.errors import RuntimeStateError
 
 DURABILITIES = ("process", "disk", "memory")
-_ROOM = 2**26  # bytes reserved at once, where there are as many
+_ROOM = 2**26  # bytes reserved at once, if there are as many
 _PAGE, _SMALL = 4096, 2030  # records that are not small have pages of their own
 Record = tuple[bytes, Any]  # a key, and bytes or a buffer of them
 
 
 class Full(RuntimeStateError):
-    """The disk has no room for what is to be kept; nothing was changed."""
+    """The disk has no room for the records; nothing was changed."""
 
 
 class ShelfSnapshot(Protocol):
@@ -42,7 +42,7 @@ class ShelfSnapshot(Protocol):
         ...
 
     def close(self) -> None:
-        """Needed no more."""
+        """Free the snapshot."""
 
 
 class Shelf(Protocol):
@@ -53,21 +53,21 @@ class Shelf(Protocol):
         Raises Full."""
 
     def reserve(self, size: int) -> None:
-        """Have room for a commit of about `size` bytes. Raises Full."""
+        """Reserve room for a commit of about `size` bytes. Raises Full."""
 
     def view(self) -> ShelfSnapshot:
-        """The records as they are now, whatever comes later."""
+        """The present records, whatever comes later."""
         ...
 
     def sync(self) -> None:
-        """Wait until all is on the disk."""
+        """Wait until everything is on the disk."""
 
     def close(self) -> None:
-        """Write what is left, and close it."""
+        """Write the rest, and close it."""
 
 
 def open_shelf(folder: Path | None, durability: str) -> Shelf:
-    """The records in a folder; new ones where there are none. Raises RuntimeStateError."""
+    """The records in a folder; new ones if there are none. Raises RuntimeStateError."""
     if durability == "memory":
         return _InMemory()
     assert folder is not None
@@ -151,8 +151,8 @@ class _OnDisk:
                 cursor.putmulti(records)
 
     def _at_most(self, records: list[Record]) -> int:
-        """Bytes of the pages that a commit may need. A changed page is written elsewhere, whole: so each record may
-        take one, up to all that there are. Pages of small records are half full at least."""
+        """An upper bound on the bytes of the pages that a commit needs. A changed page is written elsewhere, whole: so
+        each record may take one, up to the number of existing pages. Pages of small records are at least half full."""
         pages: float = min(len(records), self._env.info()["last_pgno"] + 1)
         for key, value in records:
             if len(key) + len(value) < _SMALL:
@@ -202,7 +202,7 @@ def _remove(transaction: Any, prefix: bytes) -> None:
 
 @contextmanager
 def viewing(shelf: Shelf) -> Iterator[ShelfSnapshot]:
-    """The records as they are now, for as long as the block."""
+    """The present records, for the block."""
     view = shelf.view()
     try:
         yield view

@@ -1,7 +1,8 @@
 """Embeddings whose table is on the servers: the rows that a batch looks up are pulled, and their gradients pushed.
 
-The module stays what it is. While it runs, its weight is a small one of the rows that are looked up, and its indices
-are those in it. Each call has one of its own, so that an embedding may be called several times in a step."""
+The module stays the same object. While it runs, its weight is a small one of the rows that are looked up, and its
+indices are those in it. Each call has a weight of its own, so that an embedding may be called several times in a step.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class RemoteTable:
         module.padding_idx = self._padding
 
     def _accumulate(self, rows: Tensor) -> Callable[[Tensor], None]:
-        """What puts the gradient of a call into that of the table, where whatever looks at gradients finds it."""
+        """A hook that adds the gradient of a call to that of the table, where other code that reads gradients finds
+        it."""
 
         def add(own: Tensor) -> None:
             assert own.grad is not None
@@ -74,7 +76,7 @@ class RemoteTable:
         return add
 
     def gradient(self) -> Pushed:
-        """The rows that have gradients, each once, and these; None if there are none."""
+        """The rows that have gradients, each once, and their gradients; None if there are none."""
         if self._parameter.grad is None:
             return None
         whole = self._parameter.grad.coalesce()

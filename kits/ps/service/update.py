@@ -1,11 +1,11 @@
-"""The step of an optimizer on the pieces that a server has: any of torch.optim, by its own step.
+"""The step of an optimizer on the pieces of a server: any of torch.optim, by its own step.
 
 A piece is a parameter of an optimizer like any other; the optimizer is the worker's, with other parameters.
 
 A table by rows is stepped only where it is touched, and has the numbers of one device all the same: there a row without
-a gradient is stepped too (momentum goes on, weights decay), so that each row has the number of the last step that it
-took, and takes those that it missed before it is read or touched. An optimizer that does nothing to such a row (SGD
-without momentum and weight decay, Adagrad without weight decay, SparseAdam) owes it nothing.
+a gradient is stepped too (momentum goes on, weights decay), so each row has the number of its last step, and takes the
+steps that it missed before it is read or touched. If the optimizer does not change such a row (SGD without momentum and
+weight decay, Adagrad without weight decay, SparseAdam), the row misses nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Options = Mapping[str, Any]  # of a group of parameters: lr and so on
 
 @dataclass(frozen=True)
 class OptimizerMaker:
-    """How to make an optimizer like the worker's, of other parameters, without what its constructor does.
+    """Makes an optimizer like the worker's for other parameters, without running its constructor.
 
     kind          its class
-    attributes    what it has beside its parameters and their states
+    attributes    its attributes beside its parameters and their states
     """
 
     kind: type[Optimizer]
@@ -40,15 +40,15 @@ class OptimizerMaker:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerMaker:
-        """That of a worker's optimizer."""
+        """The maker for a worker's optimizer."""
         has = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
         return cls(type(optimizer), {name: has[name] for name in has.keys() - {"param_groups", "state"}})
 
     def make(self, groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> Optimizer:
-        """One of these parameters, with these states."""
+        """An optimizer of these parameters, with these states."""
         made = self.kind.__new__(self.kind)
-        held = defaultdict(dict, state)  # what torch.optim.Optimizer has
-        if self.kind is Adagrad:  # which makes it in its constructor, up to PyTorch 2.12
+        held = defaultdict(dict, state)  # the type of torch.optim.Optimizer's own
+        if self.kind is Adagrad:  # up to PyTorch 2.12 its constructor makes the state
             for group in groups:
                 for own in (own for own in group["params"] if not held[own]):
                     first = group["initial_accumulator_value"]
@@ -58,7 +58,7 @@ class OptimizerMaker:
         return made
 
     def leaves_untouched_rows(self, options: Options) -> bool:
-        """Whether a step without a gradient changes nothing that a row has."""
+        """Whether a step without a gradient changes nothing of a row."""
         if self.kind is SGD:
             return bool(options["momentum"] == 0 and options["weight_decay"] == 0)
         return (self.kind is Adagrad and options["weight_decay"] == 0) or self.kind is SparseAdam
@@ -70,7 +70,7 @@ class OptimizerMaker:
 
 
 def is_by_element(maker: OptimizerMaker, options: Options) -> bool:
-    """Whether an optimizer steps each element by itself, so that rows may be divided: it is tried."""
+    """Whether an optimizer steps each element by itself, so that rows may be divided; decided by a trial."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, dtype=torch.float64, generator=generator)
     gradients = [torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -85,7 +85,7 @@ def is_by_element(maker: OptimizerMaker, options: Options) -> bool:
 
     try:
         return torch.equal(trained(slice(0, 6)), torch.cat([trained(slice(0, 2)), trained(slice(2, 6))]))
-    except Exception:  # anyone's own, which does not take such a parameter: of images only
+    except Exception:  # a user's own may not take such a parameter, only images, for example
         return False
 
 
@@ -101,8 +101,8 @@ class Table:
 
     last      the number of the last step that each row took
     time      the number of the last step of the whole table
-    base      what is one number for all (how many steps, ...) before the first of them
-    began     what the optimizer kept of each row before the first of them
+    base      the states common to all rows (the number of steps, ...) before the first step
+    began     the names of the states of each row before the first step
     runs      the options from a step on
     """
 
@@ -114,7 +114,7 @@ class Table:
     time: int = 0
     runs: dict[int, Options] = field(default_factory=dict)
     _known: list[tuple[dict[str, Any], tuple[str, ...]]] = field(default_factory=list)  # see `_before`
-    _alone: dict[str, Any] = field(default_factory=dict)  # what an optimizer of one number has after the last of them
+    _alone: dict[str, Any] = field(default_factory=dict)  # the state of a one-number optimizer after the last of them
     _starts: list[int] = field(default_factory=list)  # of `runs`
 
     def options_at(self, time: int) -> Options:
@@ -124,7 +124,7 @@ class Table:
         return self.runs[self._starts[bisect_right(self._starts, time) - 1]]
 
     def step(self, maker: OptimizerMaker, options: Options, ids: Tensor, gradient: Tensor) -> None:
-        """The next step: `gradient` of the rows `ids`, none of the others."""
+        """Take the next step: `gradient` for the rows `ids`, none for the others."""
         self.catch_up(maker, ids)
         self.begin_step(options)
         if len(ids):
@@ -132,14 +132,14 @@ class Table:
         self.last[ids] = self.time
 
     def begin_step(self, options: Options) -> None:
-        """Count a step, which some of the rows take."""
+        """Count a step, which only some of the rows take now."""
         self.time += 1
         if not self.runs or self.options_at(self.time) != options:
             self.runs[self.time] = options
             self._starts.append(self.time)
 
     def catch_up(self, maker: OptimizerMaker, ids: Tensor) -> None:
-        """Have the rows `ids` take the steps that they missed."""
+        """Make the rows `ids` take the steps that they missed."""
         if not len(ids) or not self.runs:
             return
         last = self.last[ids]
@@ -158,7 +158,7 @@ class Table:
         self.last[ids] = self.time
 
     def _advance(self, maker: OptimizerMaker, ids: Tensor, times: Sequence[int], gradient: Tensor | None) -> None:
-        """Have some rows take some steps, with a gradient or none."""
+        """Make some rows take some steps, with a gradient or without one."""
         own = nn.Parameter(self.value[ids])
         _, keys = self._before(maker, times[0])
         state: dict[str, Any] = {
@@ -180,8 +180,8 @@ class Table:
             self.state[key][ids] = kept
 
     def _before(self, maker: OptimizerMaker, time: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What is one number for all rows, before a step, and the names of what is kept of each row. Neither depends on
-        gradients, so that a table of one row and one column shows it."""
+        """The states common to all rows, before a step, and the names of the states of each row. Neither depends on
+        gradients, so a table of one row and one column is enough to find them."""
         if not self._known:
             self._alone = {key: self.value.new_zeros(1, 1) for key in self.began} | _copied(self.base)
             self._known.append((dict(self.base), self.began))
@@ -189,7 +189,7 @@ class Table:
             last = len(self._known)
             numbers, _ = self._known[-1]
             if last > 1 and numbers.keys() == {"step"}:
-                break  # which is all that changes
+                break  # the only change from step to step
             options = self.options_at(last)
             if last > 1 and not numbers and _are_alike(options, self.options_at(last - 1)):
                 self._known.append(self._known[-1])
@@ -208,13 +208,13 @@ class Table:
         return _copied(numbers), keys
 
     def whole_state(self, maker: OptimizerMaker) -> dict[str, Any]:
-        """What an optimizer of the whole table would keep, now: all rows have taken all steps."""
+        """The states that an optimizer of the whole table would have now: all rows have taken all steps."""
         numbers, keys = self._before(maker, self.time + 1)
         return {key: self.state.get(key, torch.zeros_like(self.value)) for key in keys} | numbers
 
 
 def _are_alike(one: Options, two: Options) -> bool:
-    """Whether options differ in the learning rate at most."""
+    """Whether options differ at most in the learning rate."""
     return {**one, "lr": None} == {**two, "lr": None}
 
 
@@ -223,7 +223,7 @@ def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_of_rows(key: str, kept: Any, parameter: Tensor) -> bool:
-    """Whether what an optimizer keeps under `key` has an entry for each element of `parameter`."""
+    """Whether the state under `key` has an entry for each element of `parameter`."""
     return isinstance(kept, Tensor) and by_element(key, kept.shape, parameter)
 
 
@@ -244,11 +244,11 @@ class ServerShard:
 
     @property
     def maker(self) -> OptimizerMaker:
-        """How its optimizers are made."""
+        """The maker of its optimizers."""
         return self._maker
 
     def parameter(self, key: str) -> Parameter:
-        """That of which a piece is."""
+        """The parameter of a piece."""
         return self._parameters[self.pieces[key].parameter]
 
     def put(self, piece: RowRange, value: Tensor, state: Mapping[str, Any]) -> None:
@@ -264,7 +264,7 @@ class ServerShard:
         self.tables[piece.key] = table
 
     def remove(self, key: str) -> None:
-        """Give a piece up."""
+        """Remove a piece."""
         self._rest()
         self.pieces.pop(key, None)
         self.values.pop(key, None)
@@ -272,14 +272,14 @@ class ServerShard:
         self.tables.pop(key, None)
 
     def state(self, key: str) -> dict[str, Any]:
-        """What the optimizer keeps of a dense piece."""
+        """The optimizer state of a dense piece."""
         if self._optimizer is None:
             return self._states[key]
         found: dict[str, Any] = self._optimizer.state.get(self.values[key], {})
         return found
 
     def step(self, gradients: Mapping[str, Tensor], options: Sequence[Options]) -> None:
-        """Step the dense pieces of which there are gradients, with the options of their groups."""
+        """Step the dense pieces that have gradients, with the options of their groups."""
         if not gradients:
             return
         optimizer = self._ready(options)
@@ -302,7 +302,7 @@ class ServerShard:
         return self._optimizer
 
     def _rest(self) -> None:
-        """Keep what the optimizer has of each piece, to make it anew."""
+        """Save the optimizer state of each piece, and discard the optimizer, which is made again later."""
         if self._optimizer is not None:
             self._states = {key: dict(self.state(key)) for key in self.values}
             self._optimizer = None

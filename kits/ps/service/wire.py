@@ -16,12 +16,12 @@ _BITS = {torch.bfloat16: torch.int16}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What a dtype is called on the wire, such as "float32"."""
+    """The name of a dtype on the wire, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def array_of(tensor: Tensor) -> Any:
-    """The elements of a tensor in C order; no copy where it is contiguous and on the CPU."""
+    """The elements of a tensor in C order; no copy if it is contiguous and on the CPU."""
     plain = tensor.detach()
     if plain.dtype in _BITS:
         plain = plain.contiguous().view(_BITS[plain.dtype])

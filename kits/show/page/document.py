@@ -1,7 +1,7 @@
-"""The page: one HTML file with all that it needs, which works from a disk and fetches nothing.
+"""The page: one self-contained HTML file, which works from a disk and fetches nothing.
 
-Its head forbids the browser to fetch anything, and to run any script but those that Partway wrote. The plan is in it as
-its own saved form, in parts that a browser reads one by one.
+Its head forbids the browser to fetch anything, and to run any script but Partway's own. It contains the plan in its
+saved form, in parts that a browser reads one by one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PART = 2000  # operators, or collectives, that a browser reads at once
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: its name in the address, its title, and what it says, as HTML. `plan`: the number of the plan
-    that it is of, where there are several; -1: of all."""
+    """A part of the page: its name in the address, its title, and its content as HTML. `plan`: the number of its plan,
+    if there are several; -1: of all."""
 
     name: str
     title: str
@@ -36,7 +36,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan on a page: what it is called, what is known of its alternatives, and further sections."""
+    """A plan on a page: its name, the known alternatives, and further sections."""
 
     plan: PlanData
     name: str = ""
@@ -78,7 +78,7 @@ def _document(shown: Sequence[Shown], title: str, sections: Sequence[Section], s
 
 
 def compact(plan: PlanData) -> str:
-    """What a notebook shows of a plan: its figures and tables, without the graph."""
+    """The view of a plan in a notebook: its figures and tables, without the graph."""
     collectives = tables.dearest(plan, Said())
     style = (
         ".partway dl{display:flex;flex-wrap:wrap;gap:4px 24px;margin:0}.partway dt{opacity:.7;font-size:12px}"
@@ -131,7 +131,7 @@ def _graph(several: bool) -> str:
 
 
 def _data(each: Shown) -> Iterator[str]:
-    """The plan, as it is saved, and what is said beside it."""
+    """The plan in its saved form, and the facts beside it."""
     plan: dict[str, Any] = json.loads(each.plan.model_dump_json())
     operators, collectives = plan.pop("operators"), plan.pop("collectives")
     yield f'<div class="plan-data" hidden>{_json("plan-head", plan)}'
@@ -142,7 +142,7 @@ def _data(each: Shown) -> Iterator[str]:
 
 
 def _json(kind: str, value: Any) -> str:
-    """A value as JSON inside of a script element, which nothing in it can end."""
+    """A value as JSON in a script element; no text in the value can end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -151,6 +151,6 @@ def _json(kind: str, value: Any) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A file that comes with the package, whose text nothing in a script or style element ends."""
+    """A file of the package, in which no text can end a script or style element."""
     assert __package__ is not None
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""What a page says beside the plan itself: the tree of its modules, where each collective stands, how tensors lie on
-the devices, and what is known of other plans. All of it is plain data, for the page's script.
+"""The facts on a page beside the plan itself: the tree of its modules, the place of each collective, the layouts of
+tensors on the devices, and the known alternatives. All of it is plain data, for the page's script.
 
 Nodes have numbers: operators from 0 on in the order of the plan, then its inputs, then its outputs.
 """
@@ -23,9 +23,9 @@ from partway.show.pictures.parts import parts_of
 from partway.strategy.errors import StrategyError, shown
 from partway.strategy.placement import Kind
 
-PICTURES = 240  # layouts of tensors that are drawn; of more those that most tensors have
-DRAWN_DEVICES = 65_536  # of more a picture is in words
-CODES = {  # what a code says of an axis, and its colour; of others the first letter counts
+PICTURES = 240  # drawn layouts of tensors, the most frequent ones
+DRAWN_DEVICES = 65_536  # with more devices a picture is in words
+CODES = {  # the meaning of a code on an axis, and its colour; for others the first letter counts
     "S0": ("splits dim 0", "#8fbdf0"),
     "S1": ("splits dim 1", "#7fd3c6"),
     "S2": ("splits dim 2", "#c3a8ee"),
@@ -35,14 +35,14 @@ CODES = {  # what a code says of an axis, and its colour; of others the first le
     "B": ("the same; gradients are added up", "#e6e1d3"),
     "P": ("addends of the value", "#f6b566"),
 }
-KINDS = {  # of collectives, and their colours
+KINDS = {  # the colour of each kind of collective
     Kind.ALL_REDUCE: "#c8324a",
     Kind.ALL_GATHER: "#2468c4",
     Kind.REDUCE_SCATTER: "#7a48bd",
     Kind.ALL_TO_ALL: "#16805f",
     Kind.EXCHANGE: "#a86500",
 }
-_ROWS = 8  # and columns of a picture
+_ROWS = 8  # rows, and columns, of a picture
 _TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 Codes = tuple[str, ...]
@@ -50,8 +50,8 @@ Codes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Said:
-    """What is known of other plans, in words: by the number of a collective, and by what was annotated. `otherwise`:
-    why no more is."""
+    """The known alternatives in words: by the number of a collective, and by annotation. `otherwise`: why there are no
+    more."""
 
     of_collectives: Mapping[int, Sequence[str]] = field(default_factory=dict)
     of_annotations: Mapping[str, str] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Said:
 
 
 def said(plan: PlanData, known: Alternatives | None, count: int) -> Said:
-    """What `known`, the alternatives of `plan`, say of the `count` collectives that cost most, one of those of repeated
-    layers, and of as many annotations. Raises StrategyError for another count."""
+    """The statements of `known`, the alternatives of `plan`, about the `count` most expensive collectives, counting
+    those of repeated layers once, and about as many annotations. Raises StrategyError for an invalid count."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise StrategyError(
             f"alternatives is {shown(count)} ({type(count).__name__}); write for how many collectives to find what the "
@@ -90,17 +90,17 @@ def said(plan: PlanData, known: Alternatives | None, count: int) -> Said:
 
 
 def like(c: Collective) -> tuple[str, ...]:
-    """What is equal of the collectives of repeated layers."""
+    """The key that collectives of repeated layers share."""
     return c.phase, c.kind, ",".join(c.axes), pattern(c.tensor), pattern(c.path), str(c.payload_bytes)
 
 
 def pattern(name: str) -> str:
-    """A name without the numbers that tell layers apart: `h.*.attn` for `h.0.attn`, `addmm` for `addmm_3`."""
+    """A name without the numbers of layers: `h.*.attn` for `h.0.attn`, `addmm` for `addmm_3`."""
     return re.sub(r"_\d+\b", "", re.sub(r"(?<![^.])\d+(?![^.])", "*", name))
 
 
 def facts(plan: PlanData, known: Said) -> dict[str, Any]:
-    """All of it. `graph`: why there are no edges, or nothing; `unsaid`: why nothing is known of some collectives."""
+    """All facts. `graph`: why there are no edges, or nothing; `unsaid`: why some collectives have no alternatives."""
     tree = _Tree(outline(plan))
     crossings, why = _crossings(plan)
     return {
@@ -121,8 +121,8 @@ def facts(plan: PlanData, known: Said) -> dict[str, Any]:
 
 
 class _Tree:
-    """The groups of an outline as rows (parent, kind, name, label), each after its parent, and the one that each
-    operator is in. The children of a stack are alike."""
+    """The groups of an outline as rows (parent, kind, name, label), each after its parent, and the group of each
+    operator. The children of a stack are alike."""
 
     def __init__(self, root: Group) -> None:
         self.rows: list[tuple[int, str, str, str]] = []
@@ -143,14 +143,14 @@ class _Tree:
                 self._add(child, here, found)
 
     def by_path(self, path: str) -> int:
-        """The group of the module at `path`, or of the innermost one around it that is shown."""
+        """The group of the module at `path`, or of the innermost shown module around it."""
         while path and path not in self._paths:
             path = path.rpartition(".")[0]
         return self._paths.get(path, 0)
 
 
 def _crossings(plan: PlanData) -> tuple[list[tuple[int, int] | None], str]:
-    """For each collective the two nodes that it stands between; and why there are none, if so."""
+    """For each collective the two nodes between which it lies; and the reason if there are none."""
     numbers = {o.name: i for i, o in enumerate(plan.operators)}
     numbers |= {f"input {t.name}": len(numbers) + i for i, t in enumerate(plan.inputs)}
     numbers |= {f"output {t.name}": len(numbers) + i for i, t in enumerate(plan.outputs)}
@@ -169,14 +169,14 @@ def _crossings(plan: PlanData) -> tuple[list[tuple[int, int] | None], str]:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[int]:
-    """For each collective the number of the first one that is like it, of a repeated layer."""
+    """For each collective the number of the first one like it, in a repeated layer."""
     first: dict[Any, int] = {}
     return [first.setdefault(like(c), i) for i, c in enumerate(collectives)]
 
 
 def _layouts(plan: PlanData) -> dict[str, dict[str, str]]:
-    """How tensors lie on the devices, by type and codes (`float32[16, 64] S0 R`): what a device holds of one, and a
-    picture or, of what is not drawn, words."""
+    """The layouts of tensors, by type and codes (`float32[16, 64] S0 R`): the shape on a device, and a picture or, if
+    that is not drawn, words."""
     counts = Counter(_tensors(plan))
     drawn = {key for key, _ in counts.most_common(PICTURES)} if plan.mesh.device_num <= DRAWN_DEVICES else set()
     return {f"{kind} {' '.join(codes)}": _layout(plan, kind, codes, (kind, codes) in drawn) for kind, codes in counts}
@@ -197,7 +197,7 @@ def _layout(plan: PlanData, kind: str, codes: Codes, draw: bool) -> dict[str, st
 
 
 def _tensors(plan: PlanData) -> Iterator[tuple[str, Codes]]:
-    """The type and the layout of every tensor, as it is made and as it is read."""
+    """The type and the layout of every tensor, where it is made and where it is read."""
     types = {t.name: f"{t.dtype}{list(t.shape)}" for t in plan.inputs}
     made = {o.name: results_of(o.result, o.types) for o in plan.operators}
 
@@ -219,5 +219,5 @@ def _tensors(plan: PlanData) -> Iterator[tuple[str, Codes]]:
 
 
 def results_of(result: str, types: Sequence[str] | None) -> Sequence[str]:
-    """The types of an operator's results; of an operator in a plan of an earlier version that of a single one."""
+    """The types of an operator's results; for a plan of an earlier version, that of its single result."""
     return types if types is not None else (result,)

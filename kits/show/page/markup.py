@@ -1,4 +1,4 @@
-"""What every page is made of: text that is only text, and a head that forbids the browser to fetch anything."""
+"""The basis of every page: escaped text, and a head that forbids the browser to fetch anything."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from partway.strategy.basics.files import MARKS
 
 
 def safe(words: object) -> str:
-    """Words as text of a page, also in an attribute; what cannot be printed is shown as such."""
+    """Escape words for the text of a page, also in an attribute; unprintable characters are shown as such."""
     return escape("".join(letter if letter.isprintable() else "�" for letter in str(words)))
 
 
 def head(title: str, style: str, scripts: Sequence[str], blobs: bool = False) -> str:
-    """The beginning of a page, up to its body: nothing can be fetched, and of scripts these alone can run. `blobs`: a
-    script may start workers, and make pictures, of data that it has."""
+    """The beginning of a page, up to its body: nothing can be fetched, and only these scripts can run. `blobs`: a
+    script may start workers, and make pictures, from data that it has."""
     allowed = [f"'sha256-{_digest(script)}'" for script in scripts] + ["blob:"] * blobs
     parts = ["default-src 'none'", *([f"script-src {' '.join(allowed)}"] if allowed else [])]
     parts += ["worker-src blob:", "img-src data: blob:"] if blobs else []

@@ -1,7 +1,7 @@
-"""The operators of a plan as a tree of modules that one can fold, in which repeated layers stand as one.
+"""The operators of a plan as a foldable tree of modules, in which repeated layers stand as one.
 
-A group is a module, a stack of layers that are alike one after another, or a run of neighbours, where a module has more
-inside than one looks at in one go. Groups are in the order of their first operators.
+A group is a module, a stack of consecutive layers that are alike, or a run of neighbours in a module with too many
+children to view at once. Groups are in the order of their first operators.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Group:
     """A group of operators.
 
     kind       what it stands for; the whole is a module without a name
-    name       of a module its path; of a stack or a run that of its first child, to that of the last
-    label      what of the name its parent does not say
+    name       the path of a module; for a stack or a run from that of its first child to that of the last
+    label      the part of the name that is not in its parent's
     children   groups, and operators by their number in the plan
     """
 
@@ -41,7 +41,7 @@ class Group:
 
 @dataclass
 class _Module:
-    """A module in the making: what is inside, in order of first use."""
+    """A module under construction: its content, in order of first use."""
 
     path: str
     children: list[_Module | int] = field(default_factory=list)
@@ -63,7 +63,7 @@ def outline(plan: PlanData) -> Group:
 
 
 class _ModuleGrouping:
-    """Groups of the modules of one plan; what makes two of them alike is found once for each operator."""
+    """Groups of the modules of one plan; the key by which two are alike is computed once for each operator."""
 
     def __init__(self, plan: PlanData) -> None:
         at = plan.collectives_by_place()
@@ -72,12 +72,12 @@ class _ModuleGrouping:
         self._keys: dict[int, tuple[Group, Hashable]] = {}  # by id, with the group, so that no other gets its id
 
     def module(self, module: _Module, parent: str) -> Group:
-        """The group of `module`; a chain of modules that have nothing but each other is one."""
+        """The group of `module`; a chain of modules that contain only each other is one."""
         while len(module.children) == 1 and isinstance(module.children[0], _Module):
             module = module.children[0]
         label = module.path.removeprefix(f"{parent}.") if parent else module.path
         children = self.inside(module)
-        if len(children) == 1 and isinstance(stack := children[0], Group) and label:  # the list of layers, and no more
+        if len(children) == 1 and isinstance(stack := children[0], Group) and label:  # only the list of layers
             return Group(stack.kind, stack.name, f"{label}.{stack.label}", stack.children)
         return Group("module", module.path, label, children)
 
@@ -87,8 +87,8 @@ class _ModuleGrouping:
         return self._runs(self._stacks(children))
 
     def _stacks(self, children: Iterable[Group | int]) -> list[Group | int]:
-        """`children`, in which modules that are alike, one after another, are one stack: those that only numbers in
-        their names tell apart."""
+        """`children`, with consecutive modules that are alike as one stack: those whose names differ only in
+        numbers."""
         groups: list[list[Group | int]] = []
         for child in children:
             last = groups[-1][-1] if groups else None
@@ -103,7 +103,7 @@ class _ModuleGrouping:
         return len(patterns) == 1 and one.label != other.label and self._key(one) == self._key(other)
 
     def _runs(self, children: Sequence[Group | int]) -> tuple[Group | int, ...]:
-        """`children`, no more than MOST of them: of more each is a run of neighbours."""
+        """`children`, at most MOST of them: if there are more, each is a run of neighbours."""
         while len(children) > MOST:
             each = max(2, min(MOST, -(-len(children) // MOST)))
             children = [
@@ -118,7 +118,7 @@ class _ModuleGrouping:
         return Group(kind, f"{first[0]} – {last[0]}", f"{first[1]} – {last[1]}", inside)
 
     def _ends(self, child: Group | int) -> tuple[tuple[str, str], tuple[str, str]]:
-        """The name and the label of a child; of a run those of its two ends."""
+        """The name and the label of a child; for a run those of its two ends."""
         if isinstance(child, int):
             name = self._names[child].split(" ")[1]
             return (name, name), (name, name)
@@ -127,7 +127,7 @@ class _ModuleGrouping:
         return (child.name, child.label), (child.name, child.label)
 
     def _key(self, child: Group | int) -> Hashable:
-        """What is equal of children that are alike: the operators inside and what the plan decides of them."""
+        """The key that children share if they are alike: the operators inside and the plan's decisions for them."""
         if isinstance(child, int):
             return self._alike[child]
         if id(child) not in self._keys:
@@ -139,10 +139,10 @@ class _ModuleGrouping:
 
 def _alike(o: OperatorPlan, collectives: Iterable[Collective]) -> Hashable:
     sent = tuple((c.kind, c.axes, c.phase, c.payload_bytes) for c in collectives)
-    # not what is kept for the backward: of plans that cost the same, layers may take turns
+    # without the tensors kept for the backward: in plans of equal cost, layers may take turns
     return o.operator, o.result, o.factors, o.operands, o.results, o.annotation, f"{o.seconds:.6g}", sent
 
 
 def module_of(tensor: TensorPlan) -> str:
-    """The path of the module whose parameter or buffer `tensor` is."""
+    """The path of the module of the parameter or buffer `tensor`."""
     return tensor.name.rpartition(".")[0]

@@ -1,6 +1,6 @@
-"""What a page says in tables and bars: what the step costs, by what, what a rank holds, what was annotated.
+"""The tables and bars of a page: the costs of a step, the memory of a rank, the annotations.
 
-Each function gives a part of the page as HTML; names stand in it as text, whatever they are.
+Each function returns a part of the page as HTML; names are escaped, whatever they are.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from partway.show.page.outline import Group, outline
 from partway.strategy.basics.units import human, lasting
 from partway.strategy.notation import counted
 
-ROWS = 30  # of a table; what follows is summed up
+ROWS = 30  # rows of a table; the rest is summed up
 STACK = ("#8fbdf0", "#f6b566", "#7fd3c6", "#c3a8ee", "#f2a9c4", "#c9d67f", "#d4d9e1", "#e59a86", "#9fb4c9")
-_WIDE = 1000  # of a stacked bar, in its own units
+_WIDE = 1000  # the width of a stacked bar, in its own units
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a whole: its name, how much it is, and that as text."""
+    """A part of a whole: its name, its amount, and that as text."""
 
     name: str
     amount: float
@@ -32,7 +32,7 @@ class Share:
 
 
 def headline(plan: PlanData) -> str:
-    """The figures that one looks at first."""
+    """The main figures."""
     figures = {
         "mesh": f"{plan.mesh} · {counted(plan.mesh.device_num, 'device')}",
         "a step": f"{lasting(plan.predicted_time)} predicted, nothing overlapped",
@@ -97,7 +97,7 @@ def _by_module(plan: PlanData) -> str:
 
 
 def _top(root: Group) -> Iterator[tuple[str, list[int]]]:
-    """The modules that the by-module table has, each with its operators: those of the first level that has several."""
+    """The modules in the by-module table, each with its operators: those of the first level that has several."""
     while sum(isinstance(child, Group) for child in root.children) == 1 and len(root.children) < 4:
         root = next(child for child in root.children if isinstance(child, Group))
     outside = [child for child in root.children if isinstance(child, int)]
@@ -120,7 +120,7 @@ def numbers_in(group: Group) -> list[int]:
 
 
 def dearest(plan: PlanData, known: Said) -> str:
-    """The collectives, those of repeated layers as one, dearest first, each with what is known of its cause."""
+    """The collectives, those of repeated layers as one, the most expensive first, each with its known causes."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, c in enumerate(plan.collectives):
         groups.setdefault(like(c), []).append(i)
@@ -143,7 +143,7 @@ def dearest(plan: PlanData, known: Said) -> str:
 
 
 def memory(held: Memory) -> str:
-    """What a rank holds when it holds most."""
+    """The memory of a rank at its peak."""
     kinds = ("parameters", "gradients", "optimizer", "inputs", "activations", "again", "working")
     names = {"again": "computed again", "optimizer": "optimizer states"}
     shares = [Share(names.get(k, k), getattr(held, k), human(getattr(held, k))) for k in kinds]
@@ -152,7 +152,7 @@ def memory(held: Memory) -> str:
 
 
 def annotated(plan: PlanData, known: Said) -> str:
-    """What was annotated, with its costs, and what was inferred."""
+    """The annotations with their costs, and the inferred layouts."""
     tensors = [t for t in (*plan.inputs, *plan.outputs) if t.annotation]
     rows = [
         (find(t.name), safe(t.role), safe(t.annotation), codes_of(plan, t.codes), safe(_costs(known, t.name)))
@@ -195,7 +195,7 @@ def _inferred(plan: PlanData) -> str:
 
 
 def certificate(plan: PlanData) -> str:
-    """What the search knows about the plan."""
+    """The search's certificate for the plan."""
     known = plan.certificate
     gap = "unknown" if known.gap is None else f"{100 * known.gap:.2g} %"
     facts = {
@@ -213,11 +213,11 @@ def certificate(plan: PlanData) -> str:
     return f"<p>{safe(known)}.</p>" + table("", ("", ""), rows)
 
 
-# -- What they are made of
+# -- The elements of the page -----------------------------------------------------------------------------------------
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML. A column whose head begins with # is of numbers."""
+    """A table of cells in HTML. A column whose head begins with # is numeric."""
     number = [name.startswith("#") for name in head]
     heads = "".join(
         f'<th scope="col"{_class(n)}>{safe(name.lstrip("#"))}</th>' for name, n in zip(head, number, strict=True)
@@ -262,7 +262,7 @@ def stacked(title: str, shares: Sequence[Share]) -> str:
 
 
 def find(name: str, shown: str = "") -> str:
-    """A button that selects what is called `name`."""
+    """A button that selects the element called `name`."""
     return f'<button class="link" type="button" data-find="{safe(name)}">{safe(shown or name)}</button>'
 
 

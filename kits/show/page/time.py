@@ -1,5 +1,5 @@
-"""What runs when, on the page of a plan: a lane for what computes, and one for the collectives of each axis; as
-predicted and, where that is given, as measured."""
+"""The timeline on the page of a plan: a lane for computation, and one for the collectives of each axis; as predicted
+and, if that is given, as measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from partway.show.page.document import Section
 from partway.strategy.basics.units import human
 from partway.strategy.errors import StrategyError, shown
 
-MOST = 600  # spans of a lane; of more those that are short are drawn together with their neighbours
+MOST = 600  # spans of a lane; if there are more, short ones are drawn together with their neighbours
 
 
 def timeline_sections(*timelines: Mapping[str, Sequence[ScheduleSpan]]) -> Iterator[Section]:
-    """The section of the timelines that have a span; none where none has. Raises StrategyError for what is none."""
+    """The section of the timelines that have a span; empty if none has. Raises StrategyError for an invalid
+    timeline."""
     for each in timelines:
         _check(each)
     figures = [
@@ -30,7 +31,7 @@ def timeline_sections(*timelines: Mapping[str, Sequence[ScheduleSpan]]) -> Itera
 
 
 def _check(timelines: Any) -> None:
-    """Raise StrategyError for what is no dict of timelines."""
+    """Raise StrategyError unless `timelines` is a dict of timelines."""
     of = timelines.items() if isinstance(timelines, Mapping) else [("timelines", timelines)]
     for name, spans in of:
         each = spans if isinstance(spans, Sequence) and not isinstance(spans, str) else [spans]
@@ -39,7 +40,7 @@ def _check(timelines: Any) -> None:
 
 
 def lanes_of(spans: Sequence[ScheduleSpan]) -> Iterator[Lane]:
-    """A lane for what computes, and one for the collectives of each axis, in the order in which they first run."""
+    """A lane for computation, and one for the collectives of each axis, in the order in which they first run."""
     lanes: dict[str, list[LaneSpan]] = {"computing": []}
     for span in sorted(spans, key=lambda span: span.start):
         axes, sent = span.args.get("axes", ""), span.args.get("bytes")
@@ -52,8 +53,7 @@ def lanes_of(spans: Sequence[ScheduleSpan]) -> Iterator[Lane]:
 
 
 def _fewer(spans: Sequence[LaneSpan]) -> Iterator[LaneSpan]:
-    """`spans`, no more than about MOST of them: those that are too short to see are joined with neighbours of their
-    kind."""
+    """`spans`, at most about MOST of them: those that are too short to see are joined with neighbours of their kind."""
     if len(spans) <= MOST:
         yield from spans
         return

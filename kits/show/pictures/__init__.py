@@ -1,5 +1,5 @@
-"""How a tensor lies on the devices of a mesh, as pictures.
+"""Pictures of a tensor's parts on the devices of a mesh.
 
-parts.py     the parts of the tensor and who holds them, as data
+parts.py     the parts of the tensor and their devices, as data
 drawing.py   these as a table for a terminal and as an SVG
 """

@@ -18,7 +18,7 @@ from rich.table import Table
 from partway.show.pictures.parts import LayoutParts, Panel, listed
 from partway.strategy.cut import Span
 
-MOST = 16  # rows and columns that are drawn; of more the first and the last
+MOST = 16  # rows and columns of a picture; of more the first and the last
 _WIDE, _HIGH, _LEAST = 480.0, 220.0, 22.0  # a grid in the SVG, and its smallest box, in pixels
 _LINE, _LEFT, _TOP = 18.0, 76.0, 26.0
 
@@ -71,7 +71,7 @@ def _table(parts: LayoutParts, panel: Panel) -> Table:
 
 
 def _some(numbers: Sequence[int], most: int = MOST) -> list[int]:
-    """Those that are drawn, and -1 for those in between that are not."""
+    """The numbers that are drawn, with -1 for those in between that are not."""
     if len(numbers) <= most:
         return list(numbers)
     return [*numbers[: most // 2], -1, *numbers[-most // 2 + 1 :]]
@@ -79,7 +79,7 @@ def _some(numbers: Sequence[int], most: int = MOST) -> list[int]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a row or a column of boxes is, and what is written beside it; `number`: -1 for those that are left out."""
+    """The place of a row or a column of boxes, and its label; `number`: -1 for those that are left out."""
 
     number: int
     start: float
@@ -88,8 +88,7 @@ class _Place:
 
 
 def svg_of(title: str, parts: LayoutParts, most: int = MOST) -> str:
-    """The picture for a notebook or a page: one `svg` element, which needs nothing around it. `most` rows and columns
-    are drawn."""
+    """The picture for a notebook or a page: one self-contained `svg` element. `most` rows and columns are drawn."""
     lines = [title, *_beside(parts)]
     high = _LINE * len(lines) + 10
     body: list[str] = []
@@ -111,7 +110,7 @@ def svg_of(title: str, parts: LayoutParts, most: int = MOST) -> str:
 
 
 def _height(parts: LayoutParts, most: int) -> float:
-    """Of a grid, in the proportion of its dims, within limits."""
+    """The height of a grid, in the proportion of its dims, within limits."""
     row, column = parts.axes
     if row is None or column is None:
         return 40.0

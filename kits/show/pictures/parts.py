@@ -1,4 +1,4 @@
-"""The parts of a tensor on a mesh, and the devices that hold each: what pictures of a layout show."""
+"""The parts of a tensor on a mesh, and the devices that hold each: the content of pictures of a layout."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from partway.strategy.errors import StrategyError
 from partway.strategy.layout import Layout
 from partway.strategy.placement import PARTIAL_MAX, Partial, Shard
 
-_MOST_GROUPS = 4  # that have the same, of devices that hold addends
+_MOST_GROUPS = 4  # groups in a text, of devices with the same addends
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One grid of parts: `at` says which elements of the dims that are neither its rows nor its columns."""
+    """One grid of parts: `at` gives the elements of the dims that are neither its rows nor its columns."""
 
     at: tuple[tuple[int, Span], ...]
-    devices: tuple[tuple[tuple[int, ...], ...], ...]  # [row][column]: those that hold this part
+    devices: tuple[tuple[tuple[int, ...], ...], ...]  # [row][column]: the devices of this part
 
 
 @dataclass(frozen=True)
 class LayoutParts:
     """A tensor of `shape` under `layout`.
 
-    devices    the numbers of those of its mesh
-    chunked    it is cut as a DTensor is, which differs where several axes cut one dim unevenly
+    devices    the numbers of the devices of its mesh
+    chunked    it is cut like a DTensor, which differs if several axes cut one dim unevenly
     """
 
     layout: Layout
@@ -41,7 +41,7 @@ class LayoutParts:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Where in the mesh each device is, by its number."""
+        """The position in the mesh of each device, by its number."""
         return {device: place for place, device in enumerate(self.devices)}
 
     @cached_property
@@ -51,8 +51,8 @@ class LayoutParts:
 
     @cached_property
     def axes(self) -> tuple[int | None, int | None]:
-        """The dims that a grid has as rows and as columns: of a matrix both of its own, else the first that are cut;
-        None where there are not so many."""
+        """The dims of a grid's rows and columns: for a matrix its own, else the first that are cut; None if there are
+        too few."""
         if len(self.shape) == 2:
             return 0, 1
         found = [*self.cut_dims[:2], *(dim for dim in range(len(self.shape)) if dim not in self.cut_dims)][:2]
@@ -87,12 +87,12 @@ class LayoutParts:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The most elements that a device holds, of every dim."""
+        """The largest number of elements on a device, along every dim."""
         return tuple(max(stop - start for start, stop in self._cut(dim)) for dim in range(len(self.shape)))
 
     @cached_property
     def even(self) -> bool:
-        """Whether every device holds as much."""
+        """Whether every device holds the same number of elements."""
         return self.layout.divides(self.shape)
 
     @cached_property
@@ -105,7 +105,7 @@ class LayoutParts:
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
-        """The devices that hold no element, though there are some."""
+        """The devices that hold no element of a tensor that has some."""
         empty = [devices for spans, devices in self.by_slices.items() if any(start >= stop for start, stop in spans)]
         return tuple(sorted(itertools.chain(*empty))) if 0 not in self.shape else ()
 
@@ -125,7 +125,7 @@ class LayoutParts:
         return self.by_slices[tuple(whole)]
 
     def words(self, devices: Sequence[int]) -> str:
-        """What these devices have of a part: "0–3" the same, "Σ(0, 1) = Σ(2, 3)" addends of it, twice."""
+        """These devices' shares of a part: "0–3" the same, "Σ(0, 1) = Σ(2, 3)" addends of it, twice."""
         mesh, placements = self.layout.mesh, self.layout.placements
         if not self.layout.adds:
             return listed(devices)
@@ -139,7 +139,7 @@ class LayoutParts:
         return " = ".join(texts if len(texts) <= _MOST_GROUPS else [*texts[: _MOST_GROUPS - 1], "…"])
 
     def meanings(self) -> Iterator[str]:
-        """What each axis of the mesh does with the tensor."""
+        """The effect of each axis of the mesh on the tensor."""
         mesh = self.layout.mesh
         for axis, size, placement in zip(mesh.axes, mesh.sizes, self.layout.placements, strict=True):
             if isinstance(placement, Shard):
@@ -158,14 +158,14 @@ def parts_of(layout: Layout, shape: Sequence[int], devices: Sequence[int] = (), 
     """The parts of a tensor of `shape` under `layout`, on the `devices` of its mesh (those from 0 on). Raises
     StrategyError for a shape that it cannot cut."""
     sizes = tuple(shape)
-    layout.local_shape(sizes)  # which checks both
+    layout.local_shape(sizes)  # it checks both
     if 0 in sizes:
         raise StrategyError(f"a tensor of the shape {list(sizes)} has no elements, so there is nothing to draw")
     return LayoutParts(layout, sizes, tuple(devices) or tuple(range(layout.mesh.device_num)), chunked)
 
 
 def listed(devices: Sequence[int]) -> str:
-    """Numbers of devices, those one after another in short: "0–3, 8, 9"."""
+    """Numbers of devices, consecutive ones abbreviated: "0–3, 8, 9"."""
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][-1] + 1:
