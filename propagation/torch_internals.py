@@ -118,9 +118,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from ..strategy.basics.afterwards import afterwards
 
 _AUTOGRAD = (
-    DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.AutogradOther, DispatchKey.AutogradFunctionality,
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+    DispatchKey.AutogradOther,
+    DispatchKey.AutogradFunctionality,
     DispatchKey.ADInplaceOrView,
-)  # fmt: skip
+)
 _HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 
 try:

@@ -203,9 +203,12 @@ def _compare(call: _Call) -> None:
 
 _BY_DIST = {"prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _STACKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda x: x.sum(0, dtype=x.dtype), "mean": lambda x: x.mean(0), "prod": lambda x: x.prod(0, dtype=x.dtype),
-    "max": lambda x: x.amax(0), "min": lambda x: x.amin(0),
-}  # fmt: skip
+    "sum": lambda x: x.sum(0, dtype=x.dtype),
+    "mean": lambda x: x.mean(0),
+    "prod": lambda x: x.prod(0, dtype=x.dtype),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+}
 
 
 @_kernel(by_hand.all_reduce)

@@ -204,11 +204,16 @@ def _checked(name: object, ranks: object, place: Place) -> Members:
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{call}: the name of a group is {shown(name)}; write some text")
     taken = (
-        "stands for all ranks" if name in WORLD_GROUPS
-        else f"is an axis of the mesh ({mesh})" if name in mesh.axes
-        else "is a group already" if name in _groups().named
-        else "is as PyTorch's groups are called" if name.startswith(_OF_TORCH) else ""
-    )  # fmt: skip
+        "stands for all ranks"
+        if name in WORLD_GROUPS
+        else f"is an axis of the mesh ({mesh})"
+        if name in mesh.axes
+        else "is a group already"
+        if name in _groups().named
+        else "is as PyTorch's groups are called"
+        if name.startswith(_OF_TORCH)
+        else ""
+    )
     if taken:
         raise StrategyError(f"{call}: {name!r} {taken}; give the group another name")
     given = list(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else []

@@ -138,9 +138,14 @@ def _noisy(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _report(
-    fn: Callable[..., Any], mesh: Mesh, runs: Sequence[Run], one: Run, right: Sequence[Tensor],
-    out_strategy: tuple[Any, ...] | None, whole: Callable[..., Any] | None,
-) -> ManualReport:  # fmt: skip
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    runs: Sequence[Run],
+    one: Run,
+    right: Sequence[Tensor],
+    out_strategy: tuple[Any, ...] | None,
+    whole: Callable[..., Any] | None,
+) -> ManualReport:
     first = runs[0]
     counts = {len(run.outputs) for run in runs}
     if counts != {len(right)}:

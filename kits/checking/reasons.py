@@ -112,28 +112,43 @@ class Measurements:
             for mean in filter(None, map(self._mean_of_addends, record.operands)):
                 return self._of_factor(mean)
             return Finding(
-                Mistake.LOCAL_COUNT, record.line, self._word(number), found.told(self.mesh),
-                "to be divided by the count of all ranks", "a division by the count of all ranks",
-            )  # fmt: skip
+                Mistake.LOCAL_COUNT,
+                record.line,
+                self._word(number),
+                found.told(self.mesh),
+                "to be divided by the count of all ranks",
+                "a division by the count of all ranks",
+            )
         if record.reduction == "mean":
             return Finding(
-                Mistake.MEAN_OF_PARTS, record.line, self._word(at), operand.told(self.mesh),
-                'the value itself of every rank, for op="mean"', _sum(axes),
-            )  # fmt: skip
+                Mistake.MEAN_OF_PARTS,
+                record.line,
+                self._word(at),
+                operand.told(self.mesh),
+                'the value itself of every rank, for op="mean"',
+                _sum(axes),
+            )
         if operand.of_means(self.mesh):
             return self._of_means(at, f"a partial sum over {','.join(axes)}, for the sum in line {record.line.number}")
         if record.backward:
             count = " * ".join(f"pw.axis_size({axis!r})" for axis in axes)
             return Finding(
-                Mistake.TWICE, record.line, "the gradient of it", found.told(self.mesh),
+                Mistake.TWICE,
+                record.line,
+                "the gradient of it",
+                found.told(self.mesh),
                 "one objective: that of all ranks is differentiated, and each rank has all of this one",
                 f"{_sum(axes, 'mean')}, or the objective divided by {count}",
-            )  # fmt: skip
+            )
         addends = [axis for axis in axes if axis in operand.axes(PARTIAL, self.mesh)]
         return Finding(
-            Mistake.TWICE, record.line, self._word(at), operand.told(self.mesh), f"a partial sum over {','.join(axes)}",
+            Mistake.TWICE,
+            record.line,
+            self._word(at),
+            operand.told(self.mesh),
+            f"a partial sum over {','.join(axes)}",
             _sum(addends) if addends else f'no {_name(record)} here, or op="mean"',
-        )  # fmt: skip
+        )
 
     def _of_means(self, number: int, needs: str) -> Finding:
         """The value in the record `number` is a mean of each rank's own part."""
@@ -142,9 +157,13 @@ class Measurements:
         axes = what.axes(PARTIAL, self.mesh)
         first = self._first_addend(number, axes)
         return Finding(
-            Mistake.LOCAL_COUNT, self.records[first].line, self._word(first), what.told(self.mesh), needs,
+            Mistake.LOCAL_COUNT,
+            self.records[first].line,
+            self._word(first),
+            what.told(self.mesh),
+            needs,
             f"{_sum(axes, 'mean')} of it, or a division by the count of all ranks before the sum",
-        )  # fmt: skip
+        )
 
     def _origin(self, number: int) -> int:
         """The record where a value first has a factor other than 1."""
@@ -180,10 +199,13 @@ class Measurements:
         operands = {i: what for i in record.operands if (what := self._what(i)) is not None}
         if not operands:
             return Finding(
-                Mistake.LOCAL_SIZE, record.line, self._word(number), "what every rank makes for itself",
+                Mistake.LOCAL_SIZE,
+                record.line,
+                self._word(number),
+                "what every rank makes for itself",
                 "the whole, or that part of it that the rank stands for",
                 "the whole size times pw.axis_size, or what starts at pw.axis_index times the local size",
-            )  # fmt: skip
+            )
         if record.collective:
             return self._of_collective(record, operands)
         for i in operands:
@@ -194,9 +216,13 @@ class Measurements:
             i, part = record.operands[-1], operands.get(record.operands[0])
             mistake = Mistake.MISSING_SUM if part and part.slices else Mistake.LOCAL_COUNT
             return Finding(
-                mistake, record.line, self._word(i), operands[i].told(self.mesh),
-                f"{_name(record)}: what all ranks have together", f"{_sum(addends[i])} of what is divided by",
-            )  # fmt: skip
+                mistake,
+                record.line,
+                self._word(i),
+                operands[i].told(self.mesh),
+                f"{_name(record)}: what all ranks have together",
+                f"{_sum(addends[i])} of what is divided by",
+            )
         if scaled := [i for i in operands if self._scaled(i)]:
             return self._of_factor(self._origin(scaled[0]))
         if means := [i for i, what in operands.items() if what.of_means(self.mesh)]:
@@ -205,16 +231,23 @@ class Measurements:
             other = next(i for i in operands if i not in addends)
             axes = next(iter(addends.values()))
             return Finding(
-                Mistake.ON_EVERY_RANK, record.line, self._word(other), operands[other].told(self.mesh),
+                Mistake.ON_EVERY_RANK,
+                record.line,
+                self._word(other),
+                operands[other].told(self.mesh),
                 f"to be added once, and every rank of {','.join(axes)} adds it to its partial sum",
                 f"{_sum(axes)} of the partial sums first, and then add it",
-            )  # fmt: skip
+            )
         if addends:
             first, axes = next(iter(addends.items()))
             return Finding(
-                Mistake.MISSING_SUM, record.line, self._word(first), operands[first].told(self.mesh),
-                f"{_name(record)}: the whole, for it is not linear", f"{_sum(axes)} before it",
-            )  # fmt: skip
+                Mistake.MISSING_SUM,
+                record.line,
+                self._word(first),
+                operands[first].told(self.mesh),
+                f"{_name(record)}: the whole, for it is not linear",
+                f"{_sum(axes)} before it",
+            )
         return None if record.operator.startswith(_MOVES) else self._of_slice(record, operands)
 
     def _of_collective(self, record: TensorRecord, operands: Mapping[int, Measured]) -> Finding | None:
@@ -227,10 +260,13 @@ class Measurements:
         others = found.axes(PARTIAL, self.mesh)
         write = _sum(others, "mean" if found.of_means(self.mesh) else "sum") if others else ""
         return Finding(
-            Mistake.SLICES, record.line, self._word(number), found.told(self.mesh),
+            Mistake.SLICES,
+            record.line,
+            self._word(number),
+            found.told(self.mesh),
             f"{_name(record)}: a partial sum over {','.join(axes)}",
             write or f"pw.ops.all_gather(x, {dims}, {_group(split)}), or no collective where it stays split",
-        )  # fmt: skip
+        )
 
     def _of_slice(self, record: TensorRecord, operands: Mapping[int, Measured]) -> Finding | None:
         split = [(i, what) for i, what in operands.items() if what.slices]
@@ -239,11 +275,14 @@ class Measurements:
         number, found = split[-1]
         dim = found.slices[0].dim
         return Finding(
-            Mistake.OF_A_SLICE, record.line, self._word(number), found.told(self.mesh),
+            Mistake.OF_A_SLICE,
+            record.line,
+            self._word(number),
+            found.told(self.mesh),
             f"{_name(record)}: all of dim {dim}",
             f"pw.ops.all_gather(x, {dim}, {_group(found.axes(Shard(dim), self.mesh))}) before it, or a reduction of "
             "what it computes",
-        )  # fmt: skip
+        )
 
     # -- The measurement of a record
 

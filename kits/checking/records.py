@@ -85,9 +85,11 @@ _COLLECTIVES = frozenset(str(operator) for operator in COLLECTIVES)
 
 
 _EXACT = {
-    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
     torch.complex64: torch.complex128,
-}  # fmt: skip
+}
 
 
 class Exact(TorchDispatchMode):

@@ -81,10 +81,14 @@ def content_of(
         values[f"{STATE}{name}"] = _without_dtensors(said, name, beside)
     tensors = {MODEL: weights, OPTIMIZER: kept, VALUES: beside}
     return Content(
-        {stem: {name: keep(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
-         for stem, group in tensors.items() if group},
-        aliases, {name: packed(name, value) for name, value in values.items()},
-    )  # fmt: skip
+        {
+            stem: {name: keep(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
+            for stem, group in tensors.items()
+            if group
+        },
+        aliases,
+        {name: packed(name, value) for name, value in values.items()},
+    )
 
 
 def prefix(number: int, optimizers: Sequence[Optimizer]) -> str:

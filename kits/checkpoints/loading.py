@@ -73,10 +73,14 @@ class Checkpoint:
 
 
 def load(
-    path: str | os.PathLike[str], model: nn.Module | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
-    strict: bool = True, skip: Collection[str] = (), **state: Any,
-) -> dict[str, Any]:  # fmt: skip
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    strict: bool = True,
+    skip: Collection[str] = (),
+    **state: Any,
+) -> dict[str, Any]:
     """Restore `model` and `optimizer` from the folder `path`, which `save` wrote: from the last checkpoint there, or
     the one that `path` is. A folder of safetensors files, such as Hugging Face's, gives a model its weights.
 
@@ -297,9 +301,14 @@ def _check_parts(checkpoint: Checkpoint, stems: Collection[str], ranks: Ranks) -
 
 
 def _put(
-    checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, FilePlace]], values: dict[str, Any],
-    model: nn.Module | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any], rank: int,
-) -> None:  # fmt: skip
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, tuple[Tensor, FilePlace]],
+    values: dict[str, Any],
+    model: nn.Module | None,
+    optimizers: Sequence[Optimizer],
+    state: Mapping[str, Any],
+    rank: int,
+) -> None:
     """Restore everything from the checkpoint."""
     for name in state:
         if f"{STATE}{name}" not in values:

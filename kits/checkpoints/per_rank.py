@@ -122,9 +122,11 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
 
 
 def load_distributed_checkpoint(
-    network: nn.Module, checkpoint_filenames: Sequence[Filename],
-    predict_strategy: Mapping[str, WeightLayout] | None = None, train_strategy_filename: Filename | None = None,
-) -> None:  # fmt: skip
+    network: nn.Module,
+    checkpoint_filenames: Sequence[Filename],
+    predict_strategy: Mapping[str, WeightLayout] | None = None,
+    train_strategy_filename: Filename | None = None,
+) -> None:
     """Give `network` the weights that were saved as one file per rank: merged, and cut as the network is split.
 
     checkpoint_filenames      the files of all ranks: in any order if they state their ranks; files of another program,
@@ -174,9 +176,12 @@ def rank_list_for_transform(
 
 
 def transform_checkpoint_by_rank(
-    rank_id: int, checkpoint_files_map: Mapping[int, Filename], save_checkpoint_file_name: Filename,
-    src_strategy_file: Filename | None = None, dst_strategy_file: Filename | None = None,
-) -> Path:  # fmt: skip
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, Filename],
+    save_checkpoint_file_name: Filename,
+    src_strategy_file: Filename | None = None,
+    dst_strategy_file: Filename | None = None,
+) -> Path:
     """Write the file of rank `rank_id` of one strategy from the files of another, given by rank: those that
     `rank_list_for_transform` names."""
     source, target = _strategy(src_strategy_file, False), _strategy(dst_strategy_file, False)
@@ -190,9 +195,12 @@ def transform_checkpoint_by_rank(
 
 
 def transform_checkpoints(
-    src_dir: Filename, dst_dir: Filename, ckpt_prefix: str, src_strategy_file: Filename | None = None,
+    src_dir: Filename,
+    dst_dir: Filename,
+    ckpt_prefix: str,
+    src_strategy_file: Filename | None = None,
     dst_strategy_file: Filename | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the files of all ranks of one strategy, as dst_dir/rank_0/<ckpt_prefix>0.safetensors and so on, from those
     of another in src_dir/rank_0, src_dir/rank_1 and so on; in each folder it takes the last file by name. None for a
     strategy: the weights are whole, in one file, that of rank 0."""

@@ -261,9 +261,11 @@ def write_file(path: Path, parts: Mapping[str, Tensor], note: Note) -> Path:
 
 
 def written_file(
-    path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], parts: Iterable[tuple[str, Tensor]],
+    path: Path,
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    parts: Iterable[tuple[str, Tensor]],
     note: Note,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write tensors, which `parts` may yield one at a time, to the safetensors file `path`: all of it or nothing."""
     (file,) = arrange(specs, path.stem, 1 << 62, {_NOTE: note.model_dump_json()}).values()
     try:

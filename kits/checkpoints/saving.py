@@ -81,18 +81,33 @@ _running: Saving | None = None
 
 @overload
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
-    keep: int | None = None, asynchronous: Literal[False] = False, **state: Any,
-) -> Path: ...  # fmt: skip
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: Literal[False] = False,
+    **state: Any,
+) -> Path: ...
 @overload
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
-    keep: int | None = None, asynchronous: Literal[True], **state: Any,
-) -> Saving: ...  # fmt: skip
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: Literal[True],
+    **state: Any,
+) -> Saving: ...
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
-    keep: int | None = None, asynchronous: bool = False, **state: Any,
-) -> Path | Saving:  # fmt: skip
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    **state: Any,
+) -> Path | Saving:
     """Write a checkpoint into the folder `path`, from which `load` continues: on any mesh, with any number of
     processes, on virtual devices, or without Partway.
 
@@ -217,9 +232,13 @@ def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> 
 
 
 def write_parts(
-    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], rank: int,
-    others: Iterable[Part] = (), size: int = 0,
-) -> dict[str, str]:  # fmt: skip
+    content: Content,
+    fresh: Path,
+    files: Mapping[str, Mapping[str, TensorFile]],
+    rank: int,
+    others: Iterable[Part] = (),
+    size: int = 0,
+) -> dict[str, str]:
     """Write this process's parts, and their checksums. Returns a digest of each value that it would keep.
 
     others, size    further parts, and their size in bytes; an iterator may make each when its turn comes
@@ -260,9 +279,13 @@ def write_index(folder: Path, weights: Mapping[str, TensorFile]) -> None:
 
 
 def complete(
-    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], differ: set[str], keep: int | None,
+    content: Content,
+    fresh: Path,
+    files: Mapping[str, Mapping[str, TensorFile]],
+    differ: set[str],
+    keep: int | None,
     processes: int,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the index and the manifest, and give the checkpoint its name. Returns its path."""
     write_index(fresh, files.get(MODEL, {}))
     entries = [entry for entry in sorted(fresh.iterdir()) if entry.name != MANIFEST]

@@ -70,9 +70,11 @@ class TensorFile:
 
 
 def arrange(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, largest: int,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    stem: str,
+    largest: int,
     notes: Mapping[str, str] | None = None,
-) -> dict[str, TensorFile]:  # fmt: skip
+) -> dict[str, TensorFile]:
     """Files of at most `largest` bytes (or of one tensor) for `tensors`, by name, each with `notes` in its header.
     Raises RuntimeStateError for a dtype that the format lacks."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]

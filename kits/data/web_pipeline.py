@@ -93,10 +93,14 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         return sized
 
     def decode(
-        self, *handlers: str | Handler, pre: list[Handler] | None = None, post: list[Handler] | None = None,
-        only: str | Iterable[str] | None = None, partial: bool = False,
+        self,
+        *handlers: str | Handler,
+        pre: list[Handler] | None = None,
+        post: list[Handler] | None = None,
+        only: str | Iterable[str] | None = None,
+        partial: bool = False,
         handler: Callable[[Exception], bool] | None = None,
-    ) -> GroupedWebDataset:  # fmt: skip
+    ) -> GroupedWebDataset:
         """Decode members: images by names like "rgb"; texts, numbers, JSON and arrays by their extension; others by
         your own functions, which take an extension and bytes, and come first. Like WebDataset's, but nothing in a shard
         is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError."""

@@ -433,13 +433,17 @@ def _messages(met: Met, limit: float) -> str:
     rank, size = met.launch.rank or 0, met.launch.size
     gpu, claims = torch.cuda.is_available(), dist.PrefixStore("claims", met.store)  # type: ignore[attr-defined]
     device = (
-        torch.device("cuda", gpus.take(claims, rank, met.launch.local_rank, met.launch.one_host)) if gpu
+        torch.device("cuda", gpus.take(claims, rank, met.launch.local_rank, met.launch.one_host))
+        if gpu
         else torch.device("cpu")
-    )  # fmt: skip
+    )
     dist.init_process_group(
-        "nccl" if gpu else "gloo", store=dist.PrefixStore("group", met.store), rank=rank, world_size=size,  # type: ignore[attr-defined]
+        "nccl" if gpu else "gloo",
+        store=dist.PrefixStore("group", met.store),
+        rank=rank,
+        world_size=size,  # type: ignore[attr-defined]
         timeout=timedelta(seconds=limit),
-    )  # fmt: skip
+    )
     try:
         total = torch.tensor([rank + 1], device=device)
         dist.all_reduce(total)

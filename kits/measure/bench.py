@@ -385,9 +385,7 @@ def _facts(contender: Contender) -> dict[str, Any]:
         _gradients(contender)
     schedule = _program(contender).schedule
     payload = sum(event.payload_bytes for event in events)
-    return {
-        "collectives": len(events), "bytes": payload, "predicted": schedule.seconds, "exposed": schedule.exposed
-    }  # fmt: skip
+    return {"collectives": len(events), "bytes": payload, "predicted": schedule.seconds, "exposed": schedule.exposed}
 
 
 def _facts_of_ddp(case: Case, work: Workload) -> dict[str, Any]:

@@ -20,9 +20,15 @@ _LEFT, _WIDE, _ROW = 150.0, 720.0, 34.0  # of the picture, in pixels
 _MEASURED, _PREDICTED = COLOURS[0], COLOURS[1]
 _WHISKER = "#2f7ac0"  # visible on the bar, on white and on black
 _HEAD = (
-    "contender", "step, ms: median (min-max)", "÷ DDP (quartiles)", "without optimizer, ms", "predicted, ms",
-    "predicted ÷ measured", "collectives", "bytes",
-)  # fmt: skip
+    "contender",
+    "step, ms: median (min-max)",
+    "÷ DDP (quartiles)",
+    "without optimizer, ms",
+    "predicted, ms",
+    "predicted ÷ measured",
+    "collectives",
+    "bytes",
+)
 
 
 def page(found: BenchResult) -> str:
@@ -61,9 +67,13 @@ def _rows(found: BenchResult, ranked: Sequence[ContenderFigures]) -> Iterator[st
         if one.predicted is not None:
             predicted = (f"{1e3 * one.predicted:.1f}", f"{one.predicted_over_measured:.2f}")
         cells = (
-            spread(one.seconds), quartiles(found.ratios(one)), spread(one.computed), *predicted, str(one.collectives),
+            spread(one.seconds),
+            quartiles(found.ratios(one)),
+            spread(one.computed),
+            *predicted,
+            str(one.collectives),
             human(one.bytes),
-        )  # fmt: skip
+        )
         numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
         yield f'<tr><th scope="row">{safe(one.name)}</th>{numbers}</tr>'
 

@@ -117,8 +117,9 @@ def collectives(
         dist.barrier(group=groups[0])
         both = _in_turns(
             {count: partial(_communicated, CALLS[kind], given[count], size, turn, device) for count in counts},
-            device, repeats,
-        )  # fmt: skip
+            device,
+            repeats,
+        )
         for count in counts:
             yield Sample(kind, size, 4 * count, max(both[count] - alone[given[count]], LEAST))
 

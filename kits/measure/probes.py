@@ -195,9 +195,15 @@ SHAPES = (
     (64, 512, 1001), (256, 256, 99), (512, 768, 8193), (256, 768, 20001),
 )  # fmt: skip
 MORE_SHAPES = (
-    (4, 64, 10), (256, 256, 256), (512, 3072, 768), (768, 2304, 768), (2048, 1024, 1024), (1024, 4096, 1024),
-    (32, 256, 35), (1024, 256, 30001),
-)  # fmt: skip
+    (4, 64, 10),
+    (256, 256, 256),
+    (512, 3072, 768),
+    (768, 2304, 768),
+    (2048, 1024, 1024),
+    (1024, 4096, 1024),
+    (32, 256, 35),
+    (1024, 256, 30001),
+)
 ROWS, NUMBERS = (1, 16, 256), (1 << 21, 9 << 20)  # rows of 1024 numbers; and numbers without products
 
 
@@ -245,7 +251,7 @@ def _of_layers(quick: bool, times: int) -> Iterator[Workload]:
 
 def _of(
     name: str, build: Callable[[], nn.Module], draw: Callable[..., Tensor], shape: tuple[int, ...], parts: int = 0
-) -> Workload:  # fmt: skip
+) -> Workload:
     """A probe. `parts` of the batch have statistics of their own; 0: it has those of one device."""
     return Workload(name, build, lambda _: (draw(shape),), parts or shape[0], (len(shape),), parts > 0)
 

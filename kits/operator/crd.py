@@ -72,18 +72,21 @@ _STATUS = {
     },
 }
 _COLUMNS = {
-    "Phase": ("string", ".status.phase"), "Ready": ("string", ".status.ready"),
-    "Restarts": ("integer", ".status.restarts"), "Age": ("date", ".metadata.creationTimestamp"),
-}  # fmt: skip
+    "Phase": ("string", ".status.phase"),
+    "Ready": ("string", ".status.ready"),
+    "Restarts": ("integer", ".status.restarts"),
+    "Age": ("date", ".metadata.creationTimestamp"),
+}
 
 
 def definition() -> dict[str, Any]:
     """The CustomResourceDefinition, with a structural schema."""
     spec = Spec.model_json_schema()
     schema = {
-        "type": "object", "required": ["spec"],
+        "type": "object",
+        "required": ["spec"],
         "properties": {"spec": _structural(spec, spec["$defs"]), "status": _STATUS},
-    }  # fmt: skip
+    }
     workers = f".spec.replicaSpecs.{WORKER}.replicas"
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -93,8 +96,12 @@ def definition() -> dict[str, Any]:
             "group": GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": KIND, "listKind": f"{KIND}List", "plural": PLURAL, "singular": KIND.lower(),
-                "shortNames": [SHORT], "categories": ["all"],
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": [SHORT],
+                "categories": ["all"],
             },
             "versions": [
                 {
@@ -105,7 +112,8 @@ def definition() -> dict[str, Any]:
                     "subresources": {
                         "status": {},
                         "scale": {
-                            "specReplicasPath": workers, "statusReplicasPath": ".status.workers",
+                            "specReplicasPath": workers,
+                            "statusReplicasPath": ".status.workers",
                             "labelSelectorPath": ".status.selector",
                         },
                     },
@@ -115,7 +123,7 @@ def definition() -> dict[str, Any]:
                 }
             ],
         },
-    }  # fmt: skip
+    }
 
 
 def _structural(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:

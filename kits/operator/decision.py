@@ -96,9 +96,12 @@ class Decision:
 
 
 def decide(
-    job: Mapping[str, Any], pods: Sequence[Pod], services: Mapping[str, str], now: float,
+    job: Mapping[str, Any],
+    pods: Sequence[Pod],
+    services: Mapping[str, str],
+    now: float,
     hindrance: Hindrance = UNHINDERED,
-) -> Decision:  # fmt: skip
+) -> Decision:
     """The decision for `job`, an object of the API.
 
     pods         those that it owns
@@ -115,9 +118,13 @@ def decide(
 
 
 def _decided(
-    job: Mapping[str, Any], before: Status, pods: Sequence[Pod], services: Mapping[str, str], now: float,
+    job: Mapping[str, Any],
+    before: Status,
+    pods: Sequence[Pod],
+    services: Mapping[str, str],
+    now: float,
     hindrance: Hindrance,
-) -> Decision:  # fmt: skip
+) -> Decision:
     spec, problems = parsed(job)
     invalid = (failed := before.condition("Failed")) is not None and failed.holds and failed.reason == "InvalidSpec"
     if before.over and not (invalid and before.generation != job["metadata"].get("generation", 0)):
@@ -147,16 +154,26 @@ def _suspended(status: Status, pods: Sequence[Pod], now: float) -> Decision:
     status = status.having("Suspended", True, "Suspended", message, now)
     next_attempt = status.attempt + 1 if status.start is not None else status.attempt
     status = replace(
-        status, phase="Suspended", ready=_ready(pods, 0), start=None, attempt=next_attempt, attempts={}, complete=False,
+        status,
+        phase="Suspended",
+        ready=_ready(pods, 0),
+        start=None,
+        attempt=next_attempt,
+        attempts={},
+        complete=False,
         replicas=_counts(pods),
-    )  # fmt: skip
+    )
     return Decision(status, _deleted(pods))
 
 
 def _over(
-    job: Mapping[str, Any], spec: Spec | None, status: Status, pods: Sequence[Pod], services: Mapping[str, str],
+    job: Mapping[str, Any],
+    spec: Spec | None,
+    status: Status,
+    pods: Sequence[Pod],
+    services: Mapping[str, str],
     now: float,
-) -> Decision:  # fmt: skip
+) -> Decision:
     """The decision for a job that is over: clean up its objects."""
     status = replace(status, replicas=_counts(pods), ready=_ready(pods, len(pods)))
     if spec is None:
@@ -183,9 +200,15 @@ class _Course:
     """A decision for a job that should run."""
 
     def __init__(
-        self, job: Mapping[str, Any], spec: Spec, status: Status, pods: Sequence[Pod], services: Mapping[str, str],
-        now: float, hindrance: Hindrance,
-    ) -> None:  # fmt: skip
+        self,
+        job: Mapping[str, Any],
+        spec: Spec,
+        status: Status,
+        pods: Sequence[Pod],
+        services: Mapping[str, str],
+        now: float,
+        hindrance: Hindrance,
+    ) -> None:
         self._name, self._spec, self._pods = job["metadata"]["name"], spec, pods
         self._services, self._now, self._hindrance = services, now, hindrance
         self._status = status
@@ -449,10 +472,11 @@ def _counts(pods: Sequence[Pod]) -> dict[str, dict[str, int]]:
     for role in ROLES:
         own = [pod for pod in pods if pod.role == role]
         counts = {
-            "active": sum(not pod.ended for pod in own), "ready": sum(pod.ready and not pod.ended for pod in own),
+            "active": sum(not pod.ended for pod in own),
+            "ready": sum(pod.ready and not pod.ended for pod in own),
             "succeeded": sum(pod.phase == "Succeeded" for pod in own),
             "failed": sum(pod.phase == "Failed" for pod in own),
-        }  # fmt: skip
+        }
         if own:
             found[role] = counts
     return found

@@ -75,9 +75,13 @@ class Lease:
         namespace, _, own = name.rpartition("/")
         self._lock = _Lock(own, namespace or "default", f"{socket.gethostname()}-{secrets.token_hex(4)}")
         self._config = electionconfig.Config(
-            self._lock, lease_duration=_DURATION, renew_deadline=_DEADLINE, retry_period=_RETRY,
-            onstarted_leading=self._begin, onstopped_leading=self._lose,
-        )  # fmt: skip
+            self._lock,
+            lease_duration=_DURATION,
+            renew_deadline=_DEADLINE,
+            retry_period=_RETRY,
+            onstarted_leading=self._begin,
+            onstopped_leading=self._lose,
+        )
 
     @property
     def trouble(self) -> str:

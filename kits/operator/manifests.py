@@ -20,11 +20,13 @@ _NAME = "partway-operator"
 _PORT = 8080
 _JOBS = {  # its rights in the namespaces of jobs: by API group and resource, the verbs
     "": {
-        "pods": "create delete list watch", "services": "create delete list watch", "secrets": "create",
+        "pods": "create delete list watch",
+        "services": "create delete list watch",
+        "secrets": "create",
         "events": "create",
     },
     GROUP: {PLURAL: "get list watch delete", f"{PLURAL}/status": "update"},
-}  # fmt: skip
+}
 
 
 def yaml() -> Any:
@@ -61,7 +63,7 @@ def installation(namespace: str, image: str, watched: Sequence[str] = ()) -> lis
         "livenessProbe": {**probe, "failureThreshold": 30},  # it recovers by itself first: an API server may be away
         "env": [{"name": "HOME", "value": "/tmp"}],
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-    }  # fmt: skip
+    }
     labels = {"app.kubernetes.io/name": _NAME}
     pod = {
         "serviceAccountName": _NAME,
@@ -76,14 +78,16 @@ def installation(namespace: str, image: str, watched: Sequence[str] = ()) -> lis
         *_allowed(namespace, f"{_NAME}-lease", _lease_rules(), namespace),
         *(each for where in watched or (None,) for each in _allowed(where, _NAME, _job_rules(), namespace)),
         {
-            "apiVersion": "apps/v1", "kind": "Deployment",
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
             "metadata": {"name": _NAME, "namespace": namespace, "labels": labels},
             "spec": {
-                "replicas": 1, "selector": {"matchLabels": labels},
+                "replicas": 1,
+                "selector": {"matchLabels": labels},
                 "template": {"metadata": {"labels": labels}, "spec": pod},
             },
         },
-    ]  # fmt: skip
+    ]
 
 
 def _job_rules() -> list[dict[str, Any]]:
@@ -109,10 +113,13 @@ def _allowed(where: str | None, name: str, rules: list[dict[str, Any]], namespac
     return [
         {"apiVersion": f"{group}/v1", "kind": kind, "metadata": metadata, "rules": rules},
         {
-            "apiVersion": f"{group}/v1", "kind": f"{kind}Binding", "metadata": metadata,
-            "roleRef": {"apiGroup": group, "kind": kind, "name": name}, "subjects": [account],
+            "apiVersion": f"{group}/v1",
+            "kind": f"{kind}Binding",
+            "metadata": metadata,
+            "roleRef": {"apiGroup": group, "kind": kind, "name": name},
+            "subjects": [account],
         },
-    ]  # fmt: skip
+    ]
 
 
 def job(

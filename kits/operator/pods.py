@@ -14,9 +14,10 @@ TLS = "/etc/partway/tls"
 READY = "/tmp/partway-ready"  # a file that a process writes when it has joined its job
 _ROLES = {SCHEDULER: "MS_SCHED", SERVER: "MS_PSERVER", WORKER: "MS_WORKER"}
 _REQUESTS = {
-    SCHEDULER: {"cpu": "250m", "memory": "512Mi"}, SERVER: {"cpu": "1", "memory": "1Gi"},
+    SCHEDULER: {"cpu": "250m", "memory": "512Mi"},
+    SERVER: {"cpu": "1", "memory": "1Gi"},
     WORKER: {"cpu": "1", "memory": "1Gi"},
-}  # fmt: skip
+}
 SECURITY = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 _POD_SECURITY = {"runAsNonRoot": True, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 
@@ -100,9 +101,12 @@ def _variables(job: Mapping[str, Any], spec: Spec, role: str, index: int) -> lis
     if spec.count(SCHEDULER) == 0:
         return [{"name": key, "value": value} for key, value in found.items()]
     found |= {
-        "MS_ROLE": _ROLES[role], "MS_SCHED_HOST": service_name(job["metadata"]["name"]),
-        "MS_SCHED_PORT": str(spec.schedulerPort), "MS_WORKER_NUM": str(spec.count(WORKER)), "PARTWAY_READY_FILE": READY,
-    }  # fmt: skip
+        "MS_ROLE": _ROLES[role],
+        "MS_SCHED_HOST": service_name(job["metadata"]["name"]),
+        "MS_SCHED_PORT": str(spec.schedulerPort),
+        "MS_WORKER_NUM": str(spec.count(WORKER)),
+        "PARTWAY_READY_FILE": READY,
+    }
     if spec.count(SERVER):
         found["MS_SERVER_NUM"] = str(spec.count(SERVER))
     if role == WORKER:
@@ -128,9 +132,13 @@ def _probe(spec: Spec, role: str) -> dict[str, Any]:
 
 def _metadata(job: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> dict[str, Any]:
     owner = {
-        "apiVersion": API, "kind": KIND, "name": job["metadata"]["name"], "uid": job["metadata"]["uid"],
-        "controller": True, "blockOwnerDeletion": True,
-    }  # fmt: skip
+        "apiVersion": API,
+        "kind": KIND,
+        "name": job["metadata"]["name"],
+        "uid": job["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
     own = {JOB: job["metadata"]["name"], UID: job["metadata"]["uid"], "app.kubernetes.io/managed-by": "partway"}
     return {
         "name": name,

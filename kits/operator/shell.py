@@ -182,15 +182,23 @@ class Operator:
 def _event(job: dict[str, Any], reason: str, message: str, warning: bool, now: float) -> dict[str, Any]:
     metadata, at = job["metadata"], text_of(now)
     about = {
-        "apiVersion": API, "kind": KIND, "name": metadata["name"], "namespace": metadata["namespace"],
+        "apiVersion": API,
+        "kind": KIND,
+        "name": metadata["name"],
+        "namespace": metadata["namespace"],
         "uid": metadata["uid"],
-    }  # fmt: skip
+    }
     return {
         "metadata": {"generateName": f"{metadata['name']}-", "namespace": metadata["namespace"]},
-        "involvedObject": about, "reason": reason, "message": message[:1024],
-        "type": "Warning" if warning else "Normal", "firstTimestamp": at, "lastTimestamp": at, "count": 1,
+        "involvedObject": about,
+        "reason": reason,
+        "message": message[:1024],
+        "type": "Warning" if warning else "Normal",
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": 1,
         "source": {"component": "partway-operator"},
-    }  # fmt: skip
+    }
 
 
 def _refusal(action: Action, error: Any) -> str:

@@ -164,9 +164,12 @@ def _told(error: Any) -> str:
     if bound is not None:
         return f"{where} is {given!r}; it must be {error['ctx'][bound[0]]} {bound[1]}"
     wanted = {
-        "int_type": "a whole number", "bool_type": "true or false", "string_type": "a text", "dict_type": "a mapping",
+        "int_type": "a whole number",
+        "bool_type": "true or false",
+        "string_type": "a text",
+        "dict_type": "a mapping",
         "model_type": "a mapping",
-    }.get(kind, error["msg"])  # fmt: skip
+    }.get(kind, error["msg"])
     return f"{where} is {given!r}; it must be {wanted}"
 
 

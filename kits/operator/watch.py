@@ -97,9 +97,13 @@ class ObjectWatch:
         """Follow changes until the answer ends, and return the version from which to continue; "" if that is too
         old."""
         answer = self._read(
-            watch=True, resource_version=version, timeout_seconds=_SECONDS, allow_watch_bookmarks=True,
-            _preload_content=False, _request_timeout=_SILENCE,
-        )  # fmt: skip
+            watch=True,
+            resource_version=version,
+            timeout_seconds=_SECONDS,
+            allow_watch_bookmarks=True,
+            _preload_content=False,
+            _request_timeout=_SILENCE,
+        )
         try:
             if self.trouble:
                 logger.info("watches %s", self._what)

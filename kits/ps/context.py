@@ -73,9 +73,11 @@ def set_ps_context(
     RuntimeStateError for unsuitable certificates, and after the processes have joined.
     """
     given = {
-        "config_file_path": config_file_path, "secure_interface": secure_interface,
-        "client_password": client_password, "server_password": server_password,
-    }  # fmt: skip
+        "config_file_path": config_file_path,
+        "secure_interface": secure_interface,
+        "client_password": client_password,
+        "server_password": server_password,
+    }
     for name, value in given.items():
         if not (isinstance(value, str) or (name == "secure_interface" and value is None)):
             told = "what was given" if "password" in name else shown(value)
@@ -101,8 +103,11 @@ def _served(
     own = settings.ServerSettings()
     if not isinstance(enable, bool):
         raise ContextError(f"set_ps_context: enable_ps is {shown(enable)}; it must be a bool")
-    choices = {"mode": (mode, MODES), "durability": (durability, DURABILITIES),
-               "gradient_dtype": (gradient_dtype, (None, "bfloat16", "float16"))}  # fmt: skip
+    choices = {
+        "mode": (mode, MODES),
+        "durability": (durability, DURABILITIES),
+        "gradient_dtype": (gradient_dtype, (None, "bfloat16", "float16")),
+    }
     for name, (value, known) in choices.items():
         if value not in known:
             raise ContextError(f"set_ps_context: {name} is {shown(value)}; it must be {' or '.join(map(repr, known))}")

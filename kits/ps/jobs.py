@@ -82,10 +82,15 @@ class _Running:
         self._own = Path(tempfile.mkdtemp(prefix="partway-ps-"))
         self._site = Site("127.0.0.1", port, self._own)
         self._environment = {
-            **os.environ, "MS_WORKER_NUM": str(job.workers), "MS_SERVER_NUM": str(job.servers),
-            "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "PYTHONUNBUFFERED": "1",
-            roles.LOCAL_SERVERS: str(job.servers), roles.FOLDER: str(job.shards or self._own),
-        }  # fmt: skip
+            **os.environ,
+            "MS_WORKER_NUM": str(job.workers),
+            "MS_SERVER_NUM": str(job.servers),
+            "MS_SCHED_HOST": "127.0.0.1",
+            "MS_SCHED_PORT": str(port),
+            "PYTHONUNBUFFERED": "1",
+            roles.LOCAL_SERVERS: str(job.servers),
+            roles.FOLDER: str(job.shards or self._own),
+        }
         self._environment.setdefault("MS_NODE_TIMEOUT", "30")
         self.logs = job.logs / time.strftime("%Y%m%d-%H%M%S")
         self.logs.mkdir(parents=True)
@@ -155,9 +160,13 @@ class _Running:
     def _start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         with open(self.logs / name, "ab") as log:
             return subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                command,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 (one call of the system, which takes no lock)
-            )  # fmt: skip
+            )
 
     def _reach(self) -> None:
         end = time.monotonic() + _STARTS

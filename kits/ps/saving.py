@@ -129,9 +129,10 @@ def _write(cut: _Cut, content: Content, folder: Path, keep: int | None) -> Path:
         numbers = {name: keep_whole(each) for name, each in _numbers(cut, firsts).items()}
         tensors = {MODEL: {**content.tensors[MODEL], **kept[MODEL]}, OPTIMIZER: {**kept[OPTIMIZER], **numbers}}
         content = replace(
-            content, tensors={stem: group for stem, group in tensors.items() if group},
+            content,
+            tensors={stem: group for stem, group in tensors.items() if group},
             values={**content.values, "optimizer.0": packed("the optimizer", values)},
-        )  # fmt: skip
+        )
         with folders.begun(folder) as fresh:
             files = {
                 stem: arrange({name: (each.dtype, each.shape) for name, each in group.items()}, stem, saving.LARGEST)

@@ -84,9 +84,15 @@ class ServedOptimizer(Optimizer):
         if self._own.speaks:
             assert session is not None
             self._client = Client(
-                session.link, job, maker, roles.card(), session.number, self._own.whole(), self._asked.gradient_dtype,
+                session.link,
+                job,
+                maker,
+                roles.card(),
+                session.number,
+                self._own.whole(),
+                self._asked.gradient_dtype,
                 session.patience,
-            )  # fmt: skip
+            )
         firsts = self._first_values()
         anew = self._own.tell(lambda: self._speaker.start(firsts))
         self._renew(anew)
@@ -330,10 +336,16 @@ def _job_of(
             raise RuntimeStateError(f"{mark.name if mark else f'parameter {i}'} is {each.dtype}, which is not sent")
         described.append(
             Parameter(
-                i, mark.name if mark else f"parameter {i} of the optimizer", tuple(each.shape), name_of(each.dtype),
-                each.element_size(), groups[i], i in tables, mark is None,
+                i,
+                mark.name if mark else f"parameter {i} of the optimizer",
+                tuple(each.shape),
+                name_of(each.dtype),
+                each.element_size(),
+                groups[i],
+                i in tables,
+                mark is None,
             )
-        )  # fmt: skip
+        )
     if tables and not by_element:
         raise RuntimeStateError(
             f"{described[next(iter(tables))].name} is divided by rows, and {type(inner).__name__}'s step of a row "
@@ -346,9 +358,14 @@ def _job_of(
             "waits for others; name all parameters: set_param_ps(model)"
         )
     job = Job(
-        tuple(described), type(inner).__qualname__, tuple(options), by_element, asked.mode, asked.max_staleness,
+        tuple(described),
+        type(inner).__qualname__,
+        tuple(options),
+        by_element,
+        asked.mode,
+        asked.max_staleness,
         asked.durability,
-    )  # fmt: skip
+    )
     return job, maker, tables
 
 

@@ -24,9 +24,15 @@ SCRIPT = Path(__file__).with_name("lanes.js").read_text(encoding="utf-8")
 # The fill and the outline of each kind. Dark text on a fill, and an outline on white, have the contrast of WCAG AA; so
 # has a fill on a dark page.
 COLOURS = (
-    ("#bcd7f5", "#1f5fa8"), ("#fbd3a8", "#a85a00"), ("#bfe5c0", "#2b7031"), ("#dccbf3", "#6a3fb0"),
-    ("#f7c6d9", "#a8275f"), ("#b5e5e1", "#136f69"), ("#f2e3a0", "#7a6400"), ("#d5d8dc", "#555b63"),
-)  # fmt: skip
+    ("#bcd7f5", "#1f5fa8"),
+    ("#fbd3a8", "#a85a00"),
+    ("#bfe5c0", "#2b7031"),
+    ("#dccbf3", "#6a3fb0"),
+    ("#f7c6d9", "#a8275f"),
+    ("#b5e5e1", "#136f69"),
+    ("#f2e3a0", "#7a6400"),
+    ("#d5d8dc", "#555b63"),
+)
 ROWS = 6  # rows of one lane, for spans that run at the same time
 _LEFT, _WIDE, _RIGHT, _TOP = 210.0, 1000.0, 30.0, 26.0  # names of lanes, room of bars, margin, axis; in pixels
 _ROW, _BAR, _GAP, _LETTER = 20.0, 17.0, 8.0, 6.3

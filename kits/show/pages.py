@@ -67,10 +67,13 @@ def _differences(a: Plan, b: Plan) -> str:
         return "<p>Nothing: the plans are the same.</p>"
     others = ", ".join(map(find, strategies(*texts)))
     more = [f"And {len(lines) - LINES:,} more lines; partway diff has them."] if len(lines) > LINES else []
-    return "\n".join([
-        f"<p>{verdict(a, b)}</p>", *([f"<p>Another strategy: {others}</p>"] if others else []),
-        f"<pre>{safe(chr(10).join([*lines[:LINES], *more]))}</pre>",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"<p>{verdict(a, b)}</p>",
+            *([f"<p>Another strategy: {others}</p>"] if others else []),
+            f"<pre>{safe(chr(10).join([*lines[:LINES], *more]))}</pre>",
+        ]
+    )
 
 
 def verdict(a: Plan, b: Plan) -> str:

@@ -53,8 +53,9 @@ class _ScriptOrCommand(TyperGroup):
 
 servers = typer.Typer(
     help="Train a script with parameter servers on this machine: partway ps --workers 3 --servers 2 train.py",
-    cls=_ScriptOrCommand, no_args_is_help=True,
-)  # fmt: skip
+    cls=_ScriptOrCommand,
+    no_args_is_help=True,
+)
 app.add_typer(servers, name="ps")
 
 kubernetes = typer.Typer(

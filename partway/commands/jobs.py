@@ -54,8 +54,10 @@ class LocalJob:
         if not self.script.is_file():
             raise RuntimeStateError(f"there is no script {str(self.script)!r}; give the path of a Python file")
         for name, count, least in (
-            ("workers", self.workers, 1), ("hosts", self.hosts, 1), ("restarts", self.restarts, 0),
-        ):  # fmt: skip
+            ("workers", self.workers, 1),
+            ("hosts", self.hosts, 1),
+            ("restarts", self.restarts, 0),
+        ):
             if count < least:
                 raise RuntimeStateError(f"{name} is {count}; it must be {least} or more")
         host, _, port = self.meet.rpartition(":")
@@ -104,11 +106,17 @@ def run(job: LocalJob) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
     config = LaunchConfig(
-        min_nodes=job.hosts, max_nodes=job.hosts, nproc_per_node=job.workers, run_id=folder.name if job.hosts == 1
-        else "partway", rdzv_backend="c10d", rdzv_endpoint=job.meet or "127.0.0.1:0", max_restarts=job.restarts,
-        local_addr=None if job.meet else "127.0.0.1", logs_specs=_logs(folder, job.tail),
+        min_nodes=job.hosts,
+        max_nodes=job.hosts,
+        nproc_per_node=job.workers,
+        run_id=folder.name if job.hosts == 1 else "partway",
+        rdzv_backend="c10d",
+        rdzv_endpoint=job.meet or "127.0.0.1:0",
+        max_restarts=job.restarts,
+        local_addr=None if job.meet else "127.0.0.1",
+        logs_specs=_logs(folder, job.tail),
         log_line_prefix_template="[rank ${rank}] ",
-    )  # fmt: skip
+    )
     command, *arguments = job.command
     try:
         elastic_launch(config, command)(*arguments)
@@ -167,8 +175,11 @@ def _logs(folder: Path, tail: Collection[int] | None) -> LogsSpecs:
                 name: {local: path for local, path in kept.items() if local in shown} for name, kept in files.items()
             }
             return LogsDest(
-                stdouts=files["stdout"], stderrs=files["stderr"], error_files=files["error.json"],
-                tee_stdouts=tees["stdout"], tee_stderrs=tees["stderr"],
-            )  # fmt: skip
+                stdouts=files["stdout"],
+                stderrs=files["stderr"],
+                error_files=files["error.json"],
+                tee_stdouts=tees["stdout"],
+                tee_stderrs=tees["stderr"],
+            )
 
     return Logs()

@@ -80,9 +80,15 @@ def planned(asked: CommandLine) -> Plan:
     model = model_of(asked)
     try:
         return compile(
-            model.module, model.args, model.kwargs, mesh=mesh, in_strategy=inputs or None, out_strategy=outputs or None,
-            parameter_plan=parameters or None, inference=asked.inference,
-        ).plan  # fmt: skip
+            model.module,
+            model.args,
+            model.kwargs,
+            mesh=mesh,
+            in_strategy=inputs or None,
+            out_strategy=outputs or None,
+            parameter_plan=parameters or None,
+            inference=asked.inference,
+        ).plan
     except TypeError as error:  # the arguments do not fit its forward
         raise RuntimeStateError(f"{asked.model}: {error}") from error
 

@@ -76,8 +76,10 @@ class CallInputs:
         """The mesh of the call, if one is given; manual functions inside are traced on it."""
         layouts = (*self.inputs.values(), *self.parameters.values())
         meshes = [
-            self.request.own_mesh, *(plan.mesh for plan in self.request.plans), *(layout.mesh for layout in layouts)
-        ]  # fmt: skip
+            self.request.own_mesh,
+            *(plan.mesh for plan in self.request.plans),
+            *(layout.mesh for layout in layouts),
+        ]
         return next((mesh for mesh in meshes if mesh is not None), None)
 
 
@@ -85,18 +87,19 @@ def captured_call(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Ca
     """The capture of a call: made from one for all sizes, loaded from disk, or made now."""
 
     def capture() -> Captured:
-        found = sizes and sizes.captured(
-            call.args, call.kwargs, kept.capturing, functools.partial(capture_sizes, call)
-        )  # fmt: skip
+        found = sizes and sizes.captured(call.args, call.kwargs, kept.capturing, functools.partial(capture_sizes, call))
         return found or capture_call(call, kept)
 
     folder = cache_folder(call.context.compile_cache_path) if call.context.enable_compile_cache else None
     if folder is None or call.late or call.numbers or kept.hears or (sizes is not None and sizes.known):
         return capture()
     options = (
-        replace(call.request, plan=None), call.given_mesh, text_of(rules()), call.context.batch_norm_parts,
+        replace(call.request, plan=None),
+        call.given_mesh,
+        text_of(rules()),
+        call.context.batch_norm_parts,
         call.context.random_numbers,
-    )  # fmt: skip
+    )
     return fetch_capture(folder, call.fn, flatten_call(call.fn, call.args, call.kwargs), options, capture)
 
 
@@ -106,9 +109,7 @@ def capture_call(call: CallInputs, record: Record) -> Captured:
     with _around_capture(call, effects):
         options = _capture_options(call, state)
         if call.numbers:
-            graph = capture_counting(
-                fn, call.args, call.kwargs, call.numbers, options, effects, record.capturing
-            )  # fmt: skip
+            graph = capture_counting(fn, call.args, call.kwargs, call.numbers, options, effects, record.capturing)
         else:
             graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
     effects.check(graph.constants)
@@ -136,9 +137,11 @@ def _before_capture(call: CallInputs) -> tuple[State, Effects]:
 @contextlib.contextmanager
 def _around_capture(call: CallInputs, effects: Effects) -> Iterator[None]:
     with (
-        own_saved_tensors(), constrained_modules(call.fn, call.request), on_mesh(call.given_mesh),
+        own_saved_tensors(),
+        constrained_modules(call.fn, call.request),
+        on_mesh(call.given_mesh),
         afterwards(effects.finish),
-    ):  # fmt: skip
+    ):
         yield
 
 

@@ -112,9 +112,7 @@ def _plan(call: CallInputs, captured: Captured, kept: Record, followed: Plan | N
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
-    compiled = Compiled(
-        inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, kept, call.name
-    )  # fmt: skip
+    compiled = Compiled(inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, kept, call.name)
     planned.plan.of(lambda: _alternatives(made().draft, planned.local), lambda: compiled.program.schedule.spans)
     return compiled
 
@@ -211,9 +209,12 @@ def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs
     in_time = InTime()
     least = least_limit(error, within, in_time)
     found = what_fits(
-        meshes if free else [], lambda mesh: _fits(lambda: fitted(search_on_mesh(inputs, mesh, math.inf))),
-        batch, lambda part: _fits(lambda: with_part(part)), in_time,
-    )  # fmt: skip
+        meshes if free else [],
+        lambda mesh: _fits(lambda: fitted(search_on_mesh(inputs, mesh, math.inf))),
+        batch,
+        lambda part: _fits(lambda: with_part(part)),
+        in_time,
+    )
     return error.changed(least, error.limit, found)
 
 

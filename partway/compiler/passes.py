@@ -179,11 +179,13 @@ SEARCHING = (
 FINDING = Pass("search", "found", lambda draft: find(draft.problem, draft.inputs.context.search_mode))
 LOWERING = (
     Pass(
-        "lower", "local", lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
+        "lower",
+        "local",
+        lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
         lambda draft: verify_program(draft.local),
     ),
     Pass("make_plan", "plan", _make_plan, lambda draft: verify(draft.inputs.graph)),  # passes must not change the graph
-)  # fmt: skip
+)
 PLANNING = (*ANNOTATING, *SEARCHING, *LOWERING)
 
 

@@ -81,10 +81,16 @@ def memory_of(plan: Plan, step: Step) -> Memory:
     """The memory of a rank at the peak of a plan's step, by its graphs."""
     at, known = peak(step), plan.memory
     return Memory(
-        parameters=known.parameters, optimizer=known.optimizer, inputs=known.inputs, gradients=at.gradients,
-        activations=at.kept, again=at.again, working=at.held - at.gradients - at.kept - at.again, phase=at.phase,
+        parameters=known.parameters,
+        optimizer=known.optimizer,
+        inputs=known.inputs,
+        gradients=at.gradients,
+        activations=at.kept,
+        again=at.again,
+        working=at.held - at.gradients - at.kept - at.again,
+        phase=at.phase,
         at=operator_of(at.node) or at.node.name,
-    )  # fmt: skip
+    )
 
 
 def _beside(draft: PlanDraft, plan: Plan, step: Step) -> Floats:

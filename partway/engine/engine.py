@@ -206,9 +206,15 @@ class Engine:
         return self._run(guard, courses, runner, tensors, args, kwargs, context)
 
     def _run(
-        self, guard: Guard, courses: Courses[Runner], runner: Runner, tensors: Sequence[Tensor],
-        args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
-    ) -> Any:  # fmt: skip
+        self,
+        guard: Guard,
+        courses: Courses[Runner],
+        runner: Runner,
+        tensors: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: ParallelContext,
+    ) -> Any:
         """Run a call, and run it again on another course whenever this one assumed wrong answers."""
         while True:
             try:
@@ -377,9 +383,13 @@ class Engine:
         return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late, tensors)
 
     def _new_course(
-        self, courses: Courses[Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = (),
+        self,
+        courses: Courses[Runner],
+        call: Call,
+        context: ParallelContext,
+        late: Sequence[Answer] = (),
         sizes: CallSizes | None = None,
-    ) -> Runner:  # fmt: skip
+    ) -> Runner:
         """Plan a call that no known course fits."""
         with planning():
             runner = self._plan(call, context, late, sizes)

@@ -266,9 +266,10 @@ class Launched:
         inputs = [(n, a, tuple(t.shape)) for n, a, t in zip(call.names, call.arguments, call.tensors, strict=True)]
         splits = given_splits(first.fn, first.request, context, inputs, mesh, self.processes)
         own = [
-            i for i, (tensor, counts) in enumerate(zip(call.tensors, splits, strict=True))
+            i
+            for i, (tensor, counts) in enumerate(zip(call.tensors, splits, strict=True))
             if any(count > 1 for count in counts) and not is_dtensor(tensor)
-        ]  # fmt: skip
+        ]
         mine = [
             [list(call.tensors[i].shape), "" if call.tensors[i].is_meta else str(checksum(call.tensors[i]))]
             for i in own

@@ -153,10 +153,15 @@ class Runner:
 
     def _step_of(self, program: Program) -> CompiledStep:
         return CompiledStep(
-            program.step, self._executor, self._separated,
-            self._accumulation, self._waiting, self.compiled.context.backend, writes=not self._assumed,
+            program.step,
+            self._executor,
+            self._separated,
+            self._accumulation,
+            self._waiting,
+            self.compiled.context.backend,
+            writes=not self._assumed,
             differentiate=self._differentiate,
-        )  # fmt: skip
+        )
 
     def _differentiate(self, program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         purpose = f"differentiate the gradients of {self._name}"

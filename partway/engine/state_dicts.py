@@ -27,9 +27,15 @@ def follow_layouts(module: nn.Module) -> None:
 
 
 def _lay_out(
-    module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any, strict: bool,
-    missing: list[str], unexpected: list[str], errors: list[str],
-) -> None:  # fmt: skip
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
     from torch.distributed.tensor import DTensor
 
     from partway.runtime.tensors.split_tensor import SplitTensor, placed_like

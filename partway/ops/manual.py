@@ -232,9 +232,12 @@ def _crossing(name: str, layout: Layout, shape: tuple[int, ...], tensor: Tensor)
 
 
 def _layouts(
-    words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh,
+    words: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    strategies: Sequence[Any],
+    mesh: Mesh,
     addends: Sequence[str] = (),
-) -> list[Layout]:  # fmt: skip
+) -> list[Layout]:
     """The one layout of each strategy. Raises one StrategyError with all problems."""
     read = check_strategies(list(zip(words, shapes, strategies, strict=True)), mesh, addends=addends)
     layouts, problems = list[Layout](), list[Problem]()

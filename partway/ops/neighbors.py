@@ -47,7 +47,7 @@ def neighbor_exchange(
 
 def exchange(
     call: str, xs: Any, targets: Any, sources: Any, shapes: Any, group: Group, dtype: torch.dtype | None, device: Any
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """`neighbor_exchange`, called `call` in errors. Raises as it does."""
     place = here(call)
     axes, size = place.axes(group), place.size(group)
@@ -152,9 +152,15 @@ def neighbor_exchange_v2(
     out = [name for name in _AROUND if name in going and going[name].numel()]
     back = [name for name in _OPPOSITE.values() if name in sources and math.prod(shapes[name])]
     came = exchange(
-        call, [going[name] for name in out], [targets[name] for name in out], [sources[name] for name in back],
-        [shapes[name] for name in back], group, x.dtype, x.device,
-    )  # fmt: skip
+        call,
+        [going[name] for name in out],
+        [targets[name] for name in out],
+        [sources[name] for name in back],
+        [shapes[name] for name in back],
+        group,
+        x.dtype,
+        x.device,
+    )
     pieces = {name: x.new_zeros(shape) for name, shape in shapes.items() if name not in back}
     pieces |= dict(zip(back, came, strict=True))
     rows = [("top left", "top", "top right"), ("left", "", "right"), ("bottom left", "bottom", "bottom right")]

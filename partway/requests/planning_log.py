@@ -73,9 +73,12 @@ class Telling:
             if not self._ended:
                 self._spinner = Spinner("dots", self._line())
                 self._live = Live(
-                    self._spinner, console=Console(stderr=True), transient=True,
-                    redirect_stdout=False, redirect_stderr=False,
-                )  # fmt: skip
+                    self._spinner,
+                    console=Console(stderr=True),
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
                 self._live.start()
 
     def _line(self) -> Any:

@@ -155,9 +155,12 @@ class CallSizes:
     family: Family | None = None
 
     def captured(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around,
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Around,
         capture: Callable[[Dims], tuple[AnySize, CaptureOptions, State, Effects]],
-    ) -> Captured | None:  # fmt: skip
+    ) -> Captured | None:
         """The capture of the call, made from one for all sizes: an earlier one or, if none applies, the one that
         `capture` makes. None: the call has to be captured by itself."""
         alike = self.sizes.families(self.key)

@@ -36,9 +36,14 @@ class Guard:
     """Everything that the plan of a call of `fn` depends on, as it was at that call."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
-        state: State, numbers: Sequence[Path] = (),
-    ) -> None:  # fmt: skip
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: ParallelContext,
+        state: State,
+        numbers: Sequence[Path] = (),
+    ) -> None:
         """Note a call. `numbers`: the paths of the changing numbers, which are passed as tensors."""
         self.numbers = numbers
         tensors, self._structure = _flat(args, kwargs, numbers)

@@ -36,9 +36,14 @@ _PLAIN = (
 )  # fmt: skip
 # identified by name: parts of Python, or of a library whose version is in the digest
 _BY_NAME = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
-    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-)  # fmt: skip
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
 # wrappers, and the attributes with the wrapped functions
 _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
@@ -180,8 +185,12 @@ class _Writer:
 
     def _attributes(self, value: Any, kind: type) -> Iterator[Any]:
         """Write an object that consists of its attributes."""
-        slots = [name for base in kind.__mro__ for name, own in vars(base).items()
-                 if isinstance(own, types.MemberDescriptorType) and not name.startswith("__")]  # fmt: skip
+        slots = [
+            name
+            for base in kind.__mro__
+            for name, own in vars(base).items()
+            if isinstance(own, types.MemberDescriptorType) and not name.startswith("__")
+        ]
         store = getattr(value, "__dict__", None)
         built_in = next(base for base in kind.__mro__ if not base.__flags__ & OF_PYTHON)
         if built_in is not object or (store is None and not slots):

@@ -50,9 +50,14 @@ _OTHERS = {
 
 
 def note_replanning(
-    name: str, names: Sequence[str], now: Signature, known: Sequence[Signature], count: int, served: bool,
+    name: str,
+    names: Sequence[str],
+    now: Signature,
+    known: Sequence[Signature],
+    count: int,
+    served: bool,
     refused: str,
-) -> None:  # fmt: skip
+) -> None:
     """Log that the function `name`, with tensors called `names`, was planned again, after `count` times, and why: the
     differences from the most similar of the `known` calls. `served`: whether the new plan is for all sizes of the
     dims that change; `refused`: why it is not."""
@@ -73,8 +78,12 @@ def note_replanning(
     why = f" (one plan cannot serve all sizes: {refused})" if sizes and refused else ""
     _log.warning(
         "%s is planned for the %dth time: %s%s. Every new call is captured and planned, which takes seconds; %s",
-        name, count + 1, "; ".join(_first(found)), why, fix,
-    )  # fmt: skip
+        name,
+        count + 1,
+        "; ".join(_first(found)),
+        why,
+        fix,
+    )
 
 
 def _first(found: Sequence[str]) -> Sequence[str]:

@@ -38,9 +38,12 @@ class State:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], observers: frozenset[int] = frozenset(), kept: frozenset[str] = frozenset(),
+        self,
+        fn: Callable[..., Any],
+        observers: frozenset[int] = frozenset(),
+        kept: frozenset[str] = frozenset(),
         read: tuple[Tensor, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.observers, self.kept, self.read = observers, kept, read
         self._versions = [*map(_version, read)]
         reached = self.reached = Reachable(fn, observers)

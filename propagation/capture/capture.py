@@ -188,9 +188,12 @@ def capture_counting(
 
 
 def graph_at(
-    captured: AnySize, args: tuple[Any, ...], kwargs: dict[str, Any], options: CaptureOptions = _DEFAULTS,
+    captured: AnySize,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CaptureOptions = _DEFAULTS,
     around: Around = applied,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """The graph of a call of a function captured for any size, with the same `options`. Raises OtherSizesError where a
     capture of the call might give another graph."""
     fn = captured.attempt.fn
@@ -241,9 +244,13 @@ def _checked(graph: Graph, traced: Traced) -> Graph:
 
 
 def _attempt(
-    fn: Callable[..., Any], call: Call, answering: Answering | None, options: CaptureOptions, effects: EffectListener,
+    fn: Callable[..., Any],
+    call: Call,
+    answering: Answering | None,
+    options: CaptureOptions,
+    effects: EffectListener,
     checked: bool,
-) -> Attempt:  # fmt: skip
+) -> Attempt:
     return Attempt(fn, call, answering, effects, Hooks(), checked, options.gradients, options.returns_given)
 
 

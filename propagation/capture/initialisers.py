@@ -50,9 +50,14 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def initial(
-    run: Callable[[], object], module: nn.Module, fresh: Sequence[str], filled: Sequence[str],
-    aliases: Mapping[str, str], device: torch.device, random_numbers: RandomNumbers,
-) -> Graph:  # fmt: skip
+    run: Callable[[], object],
+    module: nn.Module,
+    fresh: Sequence[str],
+    filled: Sequence[str],
+    aliases: Mapping[str, str],
+    device: torch.device,
+    random_numbers: RandomNumbers,
+) -> Graph:
     """A graph whose outputs are the values that `run` writes into the tensors of `module`.
 
     fresh     the names of tensors without values

@@ -73,10 +73,12 @@ def output_ports(traced: Traced, module: fx.GraphModule, inputs: InputPorts) -> 
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     names = {port.node.name: port.name for port in inputs.ports}
     outputs: list[Port] = []
-    results = iter([
-        *((Role.RESULT, name) for name in result_names(traced.result)),
-        *((Role.LEFT, f"left[{i}]") for i in range(traced.left.count())),
-    ])  # fmt: skip
+    results = iter(
+        [
+            *((Role.RESULT, name) for name in result_names(traced.result)),
+            *((Role.LEFT, f"left[{i}]") for i in range(traced.left.count())),
+        ]
+    )
     for node, spec in zip(returned, traced.signature.output_specs, strict=True):
         target = spec.target or ""
         match spec.kind:

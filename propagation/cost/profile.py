@@ -311,9 +311,14 @@ def _problems(error: ErrorDetails) -> Iterator[Problem]:
 
 
 _NESTED: dict[str, type[ProfileFigures]] = {
-    "peak": PeakRates, "sources": Sources, "levels": NetworkLevel, "together": Together, "operators": OperatorRates,
-    "forward": Rates, "backward": Rates,
-}  # fmt: skip
+    "peak": PeakRates,
+    "sources": Sources,
+    "levels": NetworkLevel,
+    "together": Together,
+    "operators": OperatorRates,
+    "forward": Rates,
+    "backward": Rates,
+}
 
 
 def _accepts(location: tuple[int | str, ...]) -> str:

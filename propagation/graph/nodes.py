@@ -227,8 +227,10 @@ def rearranges(node: fx.Node) -> bool:
 
 
 REPLACING = (
-    torch.ops.aten.index_copy.default, torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default,
-)  # fmt: skip
+    torch.ops.aten.index_copy.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice_scatter.default,
+)
 """Operators that give their first operand with the elements of the second in the place of some of its own."""
 
 

@@ -124,9 +124,11 @@ class Structure:
         leaves = tuple(
             dataclasses.replace(
                 leaf, structure=leaf.structure._returned_by(given), is_given=type(leaf.template) in given
-            ) if isinstance(leaf, _Opened) else leaf
+            )
+            if isinstance(leaf, _Opened)
+            else leaf
             for leaf in self.leaves
-        )  # fmt: skip
+        )
         return dataclasses.replace(self, leaves=leaves)
 
     def returning(self, places: Mapping[int, int]) -> Structure:
@@ -445,9 +447,13 @@ class Call:
         structure, numbers = found
         names = tuple(f"numbers[{i}]" for i in range(len(numbers)))
         return Call(
-            (*self.tensors, *map(torch.tensor, numbers)), structure, (*self.arguments, *names), (*self.names, *names),
-            tuple(paths), self.parts,
-        )  # fmt: skip
+            (*self.tensors, *map(torch.tensor, numbers)),
+            structure,
+            (*self.arguments, *names),
+            (*self.names, *names),
+            tuple(paths),
+            self.parts,
+        )
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The arguments of the call with `tensors` in place of its own."""

@@ -99,14 +99,24 @@ def _none(options: Options, settings: Settings) -> Floats:
 
 
 KEPT = Fate(
-    "kept", lambda c: c.fixed or not (c.marked or (c.view and c.able)), Stay.THROUGHOUT, Stay.THROUGHOUT, False, _none,
+    "kept",
+    lambda c: c.fixed or not (c.marked or (c.view and c.able)),
+    Stay.THROUGHOUT,
+    Stay.THROUGHOUT,
+    False,
+    _none,
     "kept for the backward: {bytes}",
-)  # fmt: skip
+)
 AGAIN = Fate(
-    "again", lambda c: not c.fixed and (c.marked or (c.able and (c.view or c.allowed))), Stay.BACK, Stay.BACK, True,
-    lambda options, settings: options.again, "computed again in the backward: {seconds}",
+    "again",
+    lambda c: not c.fixed and (c.marked or (c.able and (c.view or c.allowed))),
+    Stay.BACK,
+    Stay.BACK,
+    True,
+    lambda options, settings: options.again,
+    "computed again in the backward: {seconds}",
     lambda node: compute_again(node, True),
-)  # fmt: skip
+)
 GONE = Fate("gone", lambda c: not (c.fixed or c.marked or c.read), Stay.NOWHERE, Stay.THROUGHOUT, False, _none)
 
 FATES = (KEPT, AGAIN, GONE)

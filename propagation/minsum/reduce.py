@@ -122,8 +122,10 @@ class Reduction:
         seats = {v: i for i, v in enumerate(left)}
         pairs = {
             (seats[a], seats[b]): np.ascontiguousarray(self.tables[a][b])
-            for a in left for b in sorted(self.tables[a]) if a < b
-        }  # fmt: skip
+            for a in left
+            for b in sorted(self.tables[a])
+            if a < b
+        }
         costs = Costs(tuple(self.unary[v] for v in left), pairs)
         return Reduced(costs, self.constant, left, [self.kept[v] for v in left], self.gone, len(self.there))
 

@@ -396,46 +396,73 @@ def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, .
 # -- The operators
 
 moments = define(
-    "moments(Tensor x, Tensor? shift) -> Tensor", _moments, _fake_moments,
-    backward=_back_from_moments, keep=_keep_for_moments, written=_moments_written,
-)  # fmt: skip
+    "moments(Tensor x, Tensor? shift) -> Tensor",
+    _moments,
+    _fake_moments,
+    backward=_back_from_moments,
+    keep=_keep_for_moments,
+    written=_moments_written,
+)
 sample_moments = define(
-    "sample_moments(Tensor x, Tensor? shift) -> Tensor", _sample_moments, _fake_sample_moments,
-    backward=_back_from_moments, keep=_keep_for_moments, written=_sample_moments_written,
-)  # fmt: skip
+    "sample_moments(Tensor x, Tensor? shift) -> Tensor",
+    _sample_moments,
+    _fake_sample_moments,
+    backward=_back_from_moments,
+    keep=_keep_for_moments,
+    written=_sample_moments_written,
+)
 moments_backward = define(
     "moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
-    _moments_backward, lambda slopes, x, shift: _fake_like(x),
-)  # fmt: skip
+    _moments_backward,
+    lambda slopes, x, shift: _fake_like(x),
+)
 statistics = define(
-    "statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor", _statistics, _fake_statistics,
-    backward=_back_from_statistics, keep=_keep_for_statistics, written=_statistics_written,
-)  # fmt: skip
+    "statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor",
+    _statistics,
+    _fake_statistics,
+    backward=_back_from_statistics,
+    keep=_keep_for_statistics,
+    written=_statistics_written,
+)
 statistics_backward = define(
     "statistics_backward(Tensor slopes, Tensor moments, int count) -> Tensor",
-    _statistics_backward, _fake_statistics_backward,
-)  # fmt: skip
+    _statistics_backward,
+    _fake_statistics_backward,
+)
 normalise = define(
     "normalise(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-    _normalise, _fake_like, backward=_back_from_normalise, keep=_keep_for_normalise, written=_normalise_written,
-)  # fmt: skip
+    _normalise,
+    _fake_like,
+    backward=_back_from_normalise,
+    keep=_keep_for_normalise,
+    written=_normalise_written,
+)
 scale = define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor", _scale, _fake_like)
 vector_gradients = define(
     "vector_gradients(Tensor y, Tensor x, Tensor mean, Tensor var, Tensor? weight, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor)", _vector_gradients, _fake_vector_gradients,
-)  # fmt: skip
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _vector_gradients,
+    _fake_vector_gradients,
+)
 spread = define(
     "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
-    _spread, lambda y, var, weight, eps, slopes, x, shift: _fake_like(x),
-)  # fmt: skip
+    _spread,
+    lambda y, var, weight, eps, slopes, x, shift: _fake_like(x),
+)
 part_norm = define(
     "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    _part_norm, _fake_part_norm, backward=_back_from_part_norm, keep=_keep_for_part_norm, written=_part_norm_written,
-)  # fmt: skip
+    _part_norm,
+    _fake_part_norm,
+    backward=_back_from_part_norm,
+    keep=_keep_for_part_norm,
+    written=_part_norm_written,
+)
 part_norm_backward = define(
     "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"
-    " -> (Tensor, Tensor, Tensor)", _part_norm_backward, _fake_part_norm_backward,
-)  # fmt: skip
+    " -> (Tensor, Tensor, Tensor)",
+    _part_norm_backward,
+    _fake_part_norm_backward,
+)
 
 # Operators whose results all have their own memory.
 OWN_MEMORY = frozenset({normalise, scale, spread, moments_backward, part_norm, part_norm_backward})

@@ -142,41 +142,53 @@ def _send_receive_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 # -- The operators
 
 all_reduce = define(
-    "all_reduce(Tensor x, str op, str[] axes, int size) -> Tensor", fake=_fake_same, backward=_all_reduce_backward,
+    "all_reduce(Tensor x, str op, str[] axes, int size) -> Tensor",
+    fake=_fake_same,
+    backward=_all_reduce_backward,
     keep=_keep,
-)  # fmt: skip
+)
 all_gather = define(
-    "all_gather(Tensor x, int dim, str[] axes, int[] sizes) -> Tensor", fake=_fake_all_gather,
-    backward=_all_gather_backward, keep=_keep,
-)  # fmt: skip
-reduce_scatter = define(
-    "reduce_scatter(Tensor x, str op, int dim, str[] axes, int[] sizes, int own) -> Tensor", fake=_fake_reduce_scatter,
-    backward=_reduce_scatter_backward, keep=_keep,
-)  # fmt: skip
-broadcast = define(
-    "broadcast(Tensor x, int root, str[] axes, int size) -> Tensor", fake=_fake_same, backward=_broadcast_backward,
+    "all_gather(Tensor x, int dim, str[] axes, int[] sizes) -> Tensor",
+    fake=_fake_all_gather,
+    backward=_all_gather_backward,
     keep=_keep,
-)  # fmt: skip
+)
+reduce_scatter = define(
+    "reduce_scatter(Tensor x, str op, int dim, str[] axes, int[] sizes, int own) -> Tensor",
+    fake=_fake_reduce_scatter,
+    backward=_reduce_scatter_backward,
+    keep=_keep,
+)
+broadcast = define(
+    "broadcast(Tensor x, int root, str[] axes, int size) -> Tensor",
+    fake=_fake_same,
+    backward=_broadcast_backward,
+    keep=_keep,
+)
 reduce = define(
     "reduce(Tensor x, int root, str[] axes, int size) -> Tensor", fake=_fake_same, backward=_reduce_backward, keep=_keep
 )
 all_to_all = define(
     "all_to_all(Tensor x, int split_dim, int concat_dim, str[] axes, int[] sends, int[] receives, int own) -> Tensor",
-    fake=_fake_all_to_all, backward=_all_to_all_backward, keep=_keep,
-)  # fmt: skip
-permute = define(
-    "permute(Tensor x, int[] pairs, str[] axes, int size) -> Tensor", fake=_fake_same, backward=_permute_backward,
+    fake=_fake_all_to_all,
+    backward=_all_to_all_backward,
     keep=_keep,
-)  # fmt: skip
+)
+permute = define(
+    "permute(Tensor x, int[] pairs, str[] axes, int size) -> Tensor",
+    fake=_fake_same,
+    backward=_permute_backward,
+    keep=_keep,
+)
 send_receive = define(
     "send_receive(Tensor[] xs, int[] targets, int[] sources, int[] sizes, int[] ndims, ScalarType dtype, "
     "Device device, str[] axes, int size) -> Tensor[]",
-    fake=_fake_send_receive, backward=_send_receive_backward, keep=_keep_messages,
-)  # fmt: skip
+    fake=_fake_send_receive,
+    backward=_send_receive_backward,
+    keep=_keep_messages,
+)
 
-COLLECTIVES = frozenset(
-    {all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, permute, send_receive}
-)  # fmt: skip
+COLLECTIVES = frozenset({all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, permute, send_receive})
 
 for _operator in COLLECTIVES:
     has_side_effect(_operator)

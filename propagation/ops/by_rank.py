@@ -120,13 +120,19 @@ of_rank = define(
     _fake_of_rank,
 )
 part_slice = define(
-    "part_slice(Tensor x, Tensor position, int dim, int[] starts, int length) -> Tensor", _part_slice, _fake_part_slice,
-    backward=_backward, keep=_keep_context,
-)  # fmt: skip
+    "part_slice(Tensor x, Tensor position, int dim, int[] starts, int length) -> Tensor",
+    _part_slice,
+    _fake_part_slice,
+    backward=_backward,
+    keep=_keep_context,
+)
 part_slice_backward = define(
     "part_slice_backward(Tensor grad, Tensor position, int dim, int[] starts, int size) -> Tensor",
-    _part_slice_backward, _fake_part_slice_backward, backward=_back_from_backward, keep=_keep_for_backward,
-)  # fmt: skip
+    _part_slice_backward,
+    _fake_part_slice_backward,
+    backward=_back_from_backward,
+    keep=_keep_for_backward,
+)
 causal_mask = define(
     "causal_mask(Tensor queries, Tensor position, int[] starts, int keys) -> Tensor", _causal_mask, _fake_causal_mask
 )

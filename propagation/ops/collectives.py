@@ -76,13 +76,16 @@ def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
 # -- The operators
 
 convert = define(
-    "convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor", fake=_fake_convert,
-    backward=_backward, keep=_keep_context,
-)  # fmt: skip
+    "convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor",
+    fake=_fake_convert,
+    backward=_backward,
+    keep=_keep_context,
+)
 convert_group = define(
     "convert_group(Tensor[] xs, str source, str target, str[] axes, int size, int[] tags) -> Tensor[]", fake=_fake_group
 )
 constrain = define(
-    "constrain(Tensor x, str strategy, str name) -> Tensor", fake=_fake_constrain,
+    "constrain(Tensor x, str strategy, str name) -> Tensor",
+    fake=_fake_constrain,
     backward=lambda ctx, grad: (grad, None, None),
-)  # fmt: skip
+)

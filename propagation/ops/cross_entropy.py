@@ -53,9 +53,15 @@ def _class_terms(
 
 
 def _class_terms_backward(
-    total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None,
-    bounds: list[int], ignored: int,
-) -> Tensor:  # fmt: skip
+    total: Tensor,
+    picked: Tensor,
+    x: Tensor,
+    maximum: Tensor,
+    target: Tensor,
+    position: Tensor | None,
+    bounds: list[int],
+    ignored: int,
+) -> Tensor:
     start, stop = span_of(position, bounds)
     own = within(target, start, stop, bounds[-1], ignored)
     place, addend = own.clamp(min=0).unsqueeze(1), picked.masked_fill(own < 0, 0).unsqueeze(1)
@@ -143,10 +149,16 @@ def _backward(ctx: Any, total: Tensor, picked: Tensor) -> tuple[Tensor | None, .
 
 _CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int[] bounds, int ignored"
 class_terms = define(
-    f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)", _class_terms, _fake_class_terms,
-    backward=_backward, keep=_keep_context, formula=_class_terms_formula,
-)  # fmt: skip
+    f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)",
+    _class_terms,
+    _fake_class_terms,
+    backward=_backward,
+    keep=_keep_context,
+    formula=_class_terms_formula,
+)
 class_terms_backward = define(
     f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor",
-    _class_terms_backward, _fake_class_terms_backward, formula=_class_terms_backward_formula,
-)  # fmt: skip
+    _class_terms_backward,
+    _fake_class_terms_backward,
+    formula=_class_terms_backward_formula,
+)

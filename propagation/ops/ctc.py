@@ -22,9 +22,14 @@ aten = torch.ops.aten
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
-    reduction: str | int = "mean", zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
     """torch.nn.functional.ctc_loss, and torch.ctc_loss, whose `reduction` is a number, in terms of `ctc`. Raises
     ValueError for a reduction other than "none", "mean", "sum" and their numbers 0, 1, 2, like PyTorch."""
     if reduction not in ("none", "mean", "sum", 0, 1, 2):

@@ -31,5 +31,7 @@ def _padded_convolution(
 
 padded_convolution = define(
     "padded_convolution(Tensor x, Tensor weight, Tensor? bias, int[] pad, str mode, float value, int[] stride, "
-    "int[] dilation, int groups) -> Tensor", _padded_convolution, composite=True,
-)  # fmt: skip
+    "int[] dilation, int groups) -> Tensor",
+    _padded_convolution,
+    composite=True,
+)

@@ -204,6 +204,8 @@ _BY_SEED = (torch.Tag.nondeterministic_seeded,)
 keys = define("keys(int count) -> Tensor[]", _keys, _fake_keys, tags=_BY_SEED)
 draw = define(
     "draw(Tensor key, Tensor[] places, int[] dims, str[] cuts, str kind, float[] given, int[] size, ScalarType dtype, "
-    "Device device, bool stream) -> Tensor", _draw, _fake_draw,
-)  # fmt: skip
+    "Device device, bool stream) -> Tensor",
+    _draw,
+    _fake_draw,
+)
 bernoulli = define("bernoulli(Tensor x, float p) -> Tensor", _bernoulli, _fake_bernoulli, tags=_BY_SEED)

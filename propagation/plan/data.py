@@ -128,12 +128,16 @@ class Memory(_Frozen):
         parts = [
             f"{name} {human(size)}"
             for name, size in (
-                ("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer),
-                ("inputs", self.inputs), ("activations", self.activations), ("computed again", self.again),
+                ("parameters", self.parameters),
+                ("gradients", self.gradients),
+                ("optimizer", self.optimizer),
+                ("inputs", self.inputs),
+                ("activations", self.activations),
+                ("computed again", self.again),
                 ("working", self.working),
             )
             if size
-        ]  # fmt: skip
+        ]
         when = f", in the {self.phase} of {self.at}" if self.at else ""
         return f"{human(self.total)} at most{when}: {', '.join(parts) or 'nothing'}"
 

@@ -162,10 +162,11 @@ class _ShownAlternatives:
         left = [
             f"{min(len(things), self.count)} of {counted(len(things), noun)}{which}"
             for things, noun, which in (
-                (self.collectives, "collective", ", those that cost most"), (self.annotations, "annotation", "")
+                (self.collectives, "collective", ", those that cost most"),
+                (self.annotations, "annotation", ""),
             )
             if things
-        ]  # fmt: skip
+        ]
         return [f"alternatives are shown for {' and for '.join(left)}; explain(..., alternatives={most}) shows all"]
 
 

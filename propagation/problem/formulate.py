@@ -339,9 +339,11 @@ def _short_dims(graph: Graph, allowed: Allowed) -> frozenset[int]:
     named = ((nodes[name], layouts) for name, (layouts, _) in allowed.items() if name in nodes)
     annotated = [(tuple(tensor_of(source_of(node)).shape), layout) for node, layouts in named for layout in layouts]
     return frozenset(
-        size for shape, layout in annotated for size, parts in zip(shape, layout.splits(len(shape)), strict=True)
+        size
+        for shape, layout in annotated
+        for size, parts in zip(shape, layout.splits(len(shape)), strict=True)
         if 1 < size < parts
-    )  # fmt: skip
+    )
 
 
 def _codes(table: ConversionTable, layouts: Sequence[Layout]) -> Codes:

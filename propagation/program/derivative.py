@@ -113,10 +113,15 @@ def gradient_program(step: Step) -> LocalProgram:
                 env[node].args = (*env[node].args[:-1], len(conversions))
                 conversions.append(
                     replace(
-                        reason, tag=len(conversions), source=placement_from_code(before),
-                        target=placement_from_code(after), gradient=True, again=False, repeated=False,
+                        reason,
+                        tag=len(conversions),
+                        source=placement_from_code(before),
+                        target=placement_from_code(after),
+                        gradient=True,
+                        again=False,
+                        repeated=False,
                     )
-                )  # fmt: skip
+                )
         ends.append([None if end is None else env[end] for end in returned_by(source)])
         if source is step.forward.graph:
             env |= zip(kept, ends[0][len(program.outputs) :], strict=True)

@@ -34,9 +34,12 @@ def reduce_in_float32(step: Step) -> Step:
         operand, *how, tag = node.args
         assert isinstance(operand, fx.Node) and isinstance(tag, int)
         wide = replace(
-            conversions[tag], tag=len(conversions), dtype=torch.float32, parameter=True,
+            conversions[tag],
+            tag=len(conversions),
+            dtype=torch.float32,
+            parameter=True,
             whole_bytes=conversions[tag].whole_bytes * 2,
-        )  # fmt: skip
+        )
         conversions.append(wide)
         with graph.inserting_before(node):
             raised = _cast(graph, operand, wider[operand.meta["val"]])

@@ -168,9 +168,14 @@ def _as_large_as_its_operand(step: Step, chosen: Collection[fx.Node], live: Coll
     return {
         node
         for leaf, (node, *more) in readers.items()
-        if not more and node in live and not is_view(node) and leaf.op == "call_function" and leaf not in saved
-        and leaf.target is not convert and _bytes(leaf) >= _bytes(node) > 0
-    }  # fmt: skip
+        if not more
+        and node in live
+        and not is_view(node)
+        and leaf.op == "call_function"
+        and leaf not in saved
+        and leaf.target is not convert
+        and _bytes(leaf) >= _bytes(node) > 0
+    }
 
 
 def _bytes(node: fx.Node) -> int:

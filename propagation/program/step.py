@@ -17,9 +17,13 @@ from .local_program import LocalProgram, causes
 _aten = torch.ops.aten
 _TRANSPOSES = {_aten.t.default, _aten.transpose.int}
 _RESHAPES = {
-    _aten._unsafe_view.default, _aten.reshape.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.unsqueeze.default,
     _aten.view.default,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,13 @@ class Builder:
     """
 
     def __init__(
-        self, graph: fx.Graph, before: fx.Node, batch_norm_parts: int, written: dict[fx.Node, fx.Node],
+        self,
+        graph: fx.Graph,
+        before: fx.Node,
+        batch_norm_parts: int,
+        written: dict[fx.Node, fx.Node],
         keys: Keys | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._graph, self._before, self.batch_norm_parts, self._written = graph, before, batch_norm_parts, written
         self.keys = keys
         self.added: list[fx.Node] = []

@@ -90,9 +90,12 @@ def along(*names: str, linear: bool = False, fill: float = 0.0) -> RowFunction:
 
         every = frozenset(range(len(inputs)))
         return Rule(
-            tuple(map(dims, inputs)), tuple(map(dims, results)), sizes_of(letters, size),
-            linear=(every,) if linear else (), fill=None if linear else fill,
-        )  # fmt: skip
+            tuple(map(dims, inputs)),
+            tuple(map(dims, results)),
+            sizes_of(letters, size),
+            linear=(every,) if linear else (),
+            fill=None if linear else fill,
+        )
 
     return rule
 
@@ -112,9 +115,13 @@ def last_dims_whole(count: int) -> RowFunction:
 
 
 def over_dims(
-    node: fx.Node, reaches: Mapping[int, Reach], fill: float | str = 0.0, linear: bool = True,
-    local: Localize | None = None, whole: Collection[int] = (),
-) -> Rule:  # fmt: skip
+    node: fx.Node,
+    reaches: Mapping[int, Reach],
+    fill: float | str = 0.0,
+    linear: bool = True,
+    local: Localize | None = None,
+    whole: Collection[int] = (),
+) -> Rule:
     """The rule of an operator whose results have the dims of its operand. Slices of the dims in `reaches` depend on a
     window, the other dims are independent. Dims in `whole`, and those of size 1 before or after, stay whole."""
     before, results = shape(operands(node)[0]), results_of(node)

@@ -20,9 +20,11 @@ from .table import EXPANSIONS
 
 
 def expand(
-    module: fx.GraphModule, batch_norm_parts: int = 1, random_numbers: RandomNumbers = RandomNumbers.COUNTER,
+    module: fx.GraphModule,
+    batch_norm_parts: int = 1,
+    random_numbers: RandomNumbers = RandomNumbers.COUNTER,
     own: Collection[Any] = (),
-) -> dict[fx.Node, fx.Node]:  # fmt: skip
+) -> dict[fx.Node, fx.Node]:
     """Replace every node of `module` that has an expansion, recursively (in place; capture owns the module). Operators
     in `own` stay: users gave them rules.
 

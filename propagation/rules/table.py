@@ -44,47 +44,51 @@ def merged(families: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     return table
 
 
-ROWS: dict[Any, Row | RowFunction] = merged([
-    adaptive_pools.ROWS,
-    along.ROWS,
-    attention.ROWS,
-    batch_norm.ROWS,
-    convolution.ROWS,
-    embedding_bag.ROWS,
-    fourier.ROWS,
-    grouped_matmul.ROWS,
-    hooks.ROWS,
-    indexing.ROWS,
-    linear_algebra.ROWS,
-    losses.ROWS,
-    norms.ROWS,
-    pointwise.ROWS,
-    pools.ROWS,
-    random.ROWS,
-    recurrent.ROWS,
-    reductions.ROWS,
-    resampling.ROWS,
-    shapes.ROWS,
-])  # fmt: skip
+ROWS: dict[Any, Row | RowFunction] = merged(
+    [
+        adaptive_pools.ROWS,
+        along.ROWS,
+        attention.ROWS,
+        batch_norm.ROWS,
+        convolution.ROWS,
+        embedding_bag.ROWS,
+        fourier.ROWS,
+        grouped_matmul.ROWS,
+        hooks.ROWS,
+        indexing.ROWS,
+        linear_algebra.ROWS,
+        losses.ROWS,
+        norms.ROWS,
+        pointwise.ROWS,
+        pools.ROWS,
+        random.ROWS,
+        recurrent.ROWS,
+        reductions.ROWS,
+        resampling.ROWS,
+        shapes.ROWS,
+    ]
+)
 
-EXPANSIONS: dict[Any, Expansion] = merged([
-    adaptive_pools.EXPANSIONS,
-    along.EXPANSIONS,
-    attention.EXPANSIONS,
-    batch_norm.EXPANSIONS,
-    creation.EXPANSIONS,
-    embedding_bag.EXPANSIONS,
-    fourier.EXPANSIONS,
-    indexing.EXPANSIONS,
-    linear_algebra.EXPANSIONS,
-    losses.EXPANSIONS,
-    norms.EXPANSIONS,
-    pointwise.EXPANSIONS,
-    random.EXPANSIONS,
-    recurrent.EXPANSIONS,
-    reductions.EXPANSIONS,
-    shapes.EXPANSIONS,
-])  # fmt: skip
+EXPANSIONS: dict[Any, Expansion] = merged(
+    [
+        adaptive_pools.EXPANSIONS,
+        along.EXPANSIONS,
+        attention.EXPANSIONS,
+        batch_norm.EXPANSIONS,
+        creation.EXPANSIONS,
+        embedding_bag.EXPANSIONS,
+        fourier.EXPANSIONS,
+        indexing.EXPANSIONS,
+        linear_algebra.EXPANSIONS,
+        losses.EXPANSIONS,
+        norms.EXPANSIONS,
+        pointwise.EXPANSIONS,
+        random.EXPANSIONS,
+        recurrent.EXPANSIONS,
+        reductions.EXPANSIONS,
+        shapes.EXPANSIONS,
+    ]
+)
 
 _NONE: Rows = {}
 

@@ -420,10 +420,11 @@ def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitE
         held.append((float(least.when.forward[at]) - sum(always.values()), "activations and what operators work with"))
     else:
         held += [
-            (float(least.when.kept[at]), "activations"), (float(least.when.again[at]), "what is computed again"),
+            (float(least.when.kept[at]), "activations"),
+            (float(least.when.again[at]), "what is computed again"),
             (float(least.when.gradients[at]), "gradients of activations"),
             (float(least.when.parameter_gradients[at]), "gradients of parameters"),
-        ]  # fmt: skip
+        ]
     held.sort(reverse=True)
     heaviest = ", ".join(f"{name} {human(size)}" for size, name in held[:5] if size)
     heaviest += f", in the {phase} of {of.vertices[at].name}"

@@ -76,9 +76,12 @@ def _region(stretch: _Stretch) -> Region:
 
 
 def _add_region(
-    graph: fx.Graph, new: dict[fx.Node, fx.Node], stretch: Sequence[fx.Node], values: dict[fx.Node, Any],
+    graph: fx.Graph,
+    new: dict[fx.Node, fx.Node],
+    stretch: Sequence[fx.Node],
+    values: dict[fx.Node, Any],
     compiler: Compiler,
-) -> None:  # fmt: skip
+) -> None:
     """Append one call for all of `stretch` to `graph`."""
     inside = set(stretch)
     inputs = list(dict.fromkeys(o for node in stretch for o in node.all_input_nodes if o not in inside))

@@ -67,9 +67,14 @@ class Loaded:
     """
 
     def __init__(
-        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any],
-        loader: Loader, inputs_as: InputsAs = AS_TRACED,
-    ) -> None:  # fmt: skip
+        self,
+        module: fx.GraphModule,
+        phase: str,
+        reasons: Sequence[Conversion],
+        examples: Sequence[Any],
+        loader: Loader,
+        inputs_as: InputsAs = AS_TRACED,
+    ) -> None:
         self.examples: list[Any] = []
         if loader.backend is Backend.INDUCTOR:
             module, self.examples = compile_regions(module, examples)

@@ -67,9 +67,14 @@ def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
 
 
 def compile_steps(
-    code: Code, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int | None], dialect: Dialect,
-    mark: Mark | None = None, names: Sequence[str] = (),
-) -> Run:  # fmt: skip
+    code: Code,
+    steps: Sequence[Instruction],
+    takes: Sequence[int],
+    gives: Sequence[int | None],
+    dialect: Dialect,
+    mark: Mark | None = None,
+    names: Sequence[str] = (),
+) -> Run:
     """The function of `steps` of `code`: from the list of the values of `names` and of the slots `takes`, which it
     empties, to those of the slots `gives`. Each value is freed after its last use."""
     known: dict[str, Any] = dict(code.constants)

@@ -110,10 +110,11 @@ class Worker:
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """The values as this rank's parts, without the padding of short slices. Those in `shared` are copied."""
         parts = [
-            short_part(value, place, self.rank) if place.strides is None or place.layout.cuts or place.layout.adds
+            short_part(value, place, self.rank)
+            if place.strides is None or place.layout.cuts or place.layout.adds
             else laid_out(value, place.strides)
             for value, place in zip(values, placed, strict=True)
-        ]  # fmt: skip
+        ]
         return [part.clone() if held else part for part, held in zip(parts, shared, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:

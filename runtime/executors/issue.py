@@ -131,8 +131,11 @@ class _Together:
         count = len(parts)  # so that `finish` does not keep the parts alive
 
         def finish() -> list[Tensor]:
-            results = {i: result for batch, (_, received, _) in zip(batches, issued, strict=True)
-                       for i, result in zip(batch, received(), strict=True)}  # fmt: skip
+            results = {
+                i: result
+                for batch, (_, received, _) in zip(batches, issued, strict=True)
+                for i, result in zip(batch, received(), strict=True)
+            }
             return [contiguous(results[i]) for i in range(count)]
 
         return Pending(works, finish, not c.grouped)
@@ -289,8 +292,10 @@ def _messages(window: SliceWindow, position: int) -> tuple[_Messages, _Messages]
     """The messages that the rank at `position` sends and receives in an exchange, in the order of the other ranks."""
     ranks = range(len(window.spans))
     asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
-    needed = sorted(((strip.source, strip) for strip in window.strips(position) if strip.source != position),
-                    key=lambda message: message[0])  # fmt: skip
+    needed = sorted(
+        ((strip.source, strip) for strip in window.strips(position) if strip.source != position),
+        key=lambda message: message[0],
+    )
     return (needed, asked) if window.adds else (asked, needed)
 
 

@@ -192,8 +192,9 @@ def _warn_of_restarts() -> None:
         warnings.warn(
             "torchrun starts the processes of this job again where one fails, and the process group there is would "
             "then wait for those before: call pw.init() before anything else makes a group, or set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun", stacklevel=3,
-        )  # fmt: skip
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+            stacklevel=3,
+        )
 
 
 def _check_that_it_is_protected() -> None:

@@ -70,8 +70,12 @@ def last_words(failed: str | None) -> str:
 @functools.lru_cache(maxsize=1)
 def _not_the_users() -> tuple[str, ...]:
     """The folders whose lines are not the user's: PyTorch's, Python's and ours."""
-    ours = [path for name, module in sys.modules.items() if name.split(".")[0] == "partway"
-            for path in getattr(module, "__path__", ())]  # fmt: skip
+    ours = [
+        path
+        for name, module in sys.modules.items()
+        if name.split(".")[0] == "partway"
+        for path in getattr(module, "__path__", ())
+    ]
     folders = {str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), *ours}
     return ("<", *(f"{folder}{os.sep}" for folder in folders))
 

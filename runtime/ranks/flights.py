@@ -59,10 +59,14 @@ def flights(recorded: Mapping[str, Any], now: float) -> list[Flight]:
         if entry["state"] != "completed" and not entry["retired"]:
             found.append(
                 Flight(
-                    name, _number(entry), tuple(json.loads(ranks)), f"{_what(entry)} ({about})",
-                    now - entry["time_created_ns"] / 1e9, entry["timeout_ms"] / 1e3,
+                    name,
+                    _number(entry),
+                    tuple(json.loads(ranks)),
+                    f"{_what(entry)} ({about})",
+                    now - entry["time_created_ns"] / 1e9,
+                    entry["timeout_ms"] / 1e3,
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -90,9 +94,12 @@ class Overdue:
     of collectives under way; `ask` the activities of ranks; `end` ends this process with a text."""
 
     def __init__(
-        self, rank: int, record: Callable[[bool], Mapping[str, Any]],
-        ask: Callable[[Sequence[int]], dict[int, Doing]], end: Callable[[str], object],
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        record: Callable[[bool], Mapping[str, Any]],
+        ask: Callable[[Sequence[int]], dict[int, Doing]],
+        end: Callable[[str], object],
+    ) -> None:
         self._rank, self._record, self._ask, self._end = rank, record, ask, end
         self._looks: list[dict[int, Doing]] = []
         self._first: tuple[str, int] | None = None
@@ -112,8 +119,10 @@ class Overdue:
             except Exception as error:  # a record of another PyTorch; training must not end because of it
                 _log.warning(
                     "PyTorch's record of collectives cannot be read (%s: %s): where ranks wait for each other over "
-                    "NCCL, PyTorch alone tells of it", type(error).__name__, error,
-                )  # fmt: skip
+                    "NCCL, PyTorch alone tells of it",
+                    type(error).__name__,
+                    error,
+                )
                 return
 
     def look(self) -> None:
@@ -131,8 +140,9 @@ class Overdue:
             return
         flight = under_way[0]
         peers = [rank for rank in flight.ranks if rank != self._rank]
-        missing = {rank: doing for rank, doing in self._ask(peers).items()
-                   if doing.given.get(flight.group, 0) < flight.number}  # fmt: skip
+        missing = {
+            rank: doing for rank, doing in self._ask(peers).items() if doing.given.get(flight.group, 0) < flight.number
+        }
         self._looks = [*self._looks, missing][-_SURE:]
         if why := self._hopeless():
             self._end(self._told(under_way, missing, why))

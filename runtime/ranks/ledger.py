@@ -66,9 +66,14 @@ class Ledger:
     tells all ranks the difference; `besides` runs at each comparison of the thread."""
 
     def __init__(
-        self, store: Any, rank: int, ranks: Sequence[int], tell: Callable[[str], None], name: str = "ledger",
+        self,
+        store: Any,
+        rank: int,
+        ranks: Sequence[int],
+        tell: Callable[[str], None],
+        name: str = "ledger",
         besides: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._rank, self._first, self._tell = store, rank, ranks[0], tell
         self._size, self._name, self._besides = len(ranks), name, besides
         self._lines: list[tuple[str, Any, Any]] = []  # not summed up yet: the kind, the data, and where for people

@@ -347,8 +347,11 @@ class Watch:
         try:
             while not _is_over(work, None if patient else timedelta(seconds=_LOOK)):
                 looks = [*looks, self.ask(peers)][-_SURE:]
-                missing = {rank for rank, doing in looks[-1].items() if self.rank not in doing.waits_for
-                           or not doing.mark.startswith(purpose)}  # fmt: skip
+                missing = {
+                    rank
+                    for rank, doing in looks[-1].items()
+                    if self.rank not in doing.waits_for or not doing.mark.startswith(purpose)
+                }
                 of_missing = [{rank: look[rank] for rank in missing} for look in looks]
                 if missing and not work.is_completed() and (why := self._hopeless(of_missing, missing)):
                     raise RuntimeStateError(

@@ -513,8 +513,10 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
         result = func(*args, **kwargs)
     except RuntimeError as error:
         if name.endswith("_") and isinstance(written, SplitTensor) and _is_trained(written):  # PyTorch's message:
-            raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation, {name}; "
-                               "write to it under torch.no_grad()") from error  # fmt: skip
+            raise RuntimeError(
+                f"a leaf Variable that requires grad is being used in an in-place operation, {name}; "
+                "write to it under torch.no_grad()"
+            ) from error
         raise
     for tensor, gathered, (version, grad_fn) in wholes.values():
         if version_of(gathered) != version or (name in WRITES_STATISTICS and not _requires_grad(tensor)):

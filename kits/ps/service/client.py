@@ -223,11 +223,17 @@ class Client:
         sent = self._sent(gradients)
         calls = [
             self._link.call(
-                server, "push", self.worker, number, self._known.get(server, self._read), each, options,
+                server,
+                "push",
+                self.worker,
+                number,
+                self._known.get(server, self._read),
+                each,
+                options,
                 self._known.get(server, -1),
             )
             for server, each in sent.items()
-        ]  # fmt: skip
+        ]
         changes: dict[str, Changes] = dict(zip(sent, self._link.wait(calls), strict=True))
         self._link.call(COORDINATOR, "done", self.worker, self._incarnation)
         if not granted:

@@ -89,13 +89,15 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
     on one host everything listens on the loopback. Raises RuntimeStateError if this process has already imported Ray
     with other settings."""
     wanted = {
-        "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_AUTH_MODE": "token",
         "RAY_free_objects_period_milliseconds": "0",  # used memory is reused at once
         "RAY_max_direct_call_object_size": str(2**19),  # bytes that go with a call, and not by shared memory
         "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"),
         keeper.PATIENCE: str(10**6),  # seconds: we limit how long a process waits for Ray's head
         **(variables or {}),
-    }  # fmt: skip
+    }
     if token is not None:
         wanted["RAY_AUTH_TOKEN"] = token
     if is_local(host):
@@ -137,9 +139,11 @@ class Node:
         self.adopt(folder)
         if self._head:
             where = [
-                "--head", f"--port={self._site.port}", f"--node-ip-address={_address_of(self._site.host)}",
+                "--head",
+                f"--port={self._site.port}",
+                f"--node-ip-address={_address_of(self._site.host)}",
                 "--include-dashboard=false",
-            ]  # fmt: skip
+            ]
         else:
             where = [f"--address={self._site.address}"]
         memory = min(_memory() // 4, 8 * 2**30)
@@ -267,10 +271,16 @@ def _init_alone(module: Any) -> None:
     os.environ[keeper.FOLDER] = str(folder)
     try:
         module.init(
-            address="local", num_cpus=1, include_dashboard=False, namespace=SPACE, log_to_driver=False,
-            logging_level="ERROR", object_store_memory=min(_memory() // 4, 8 * 2**30), _node_ip_address="127.0.0.1",
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            namespace=SPACE,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=min(_memory() // 4, 8 * 2**30),
+            _node_ip_address="127.0.0.1",
             _temp_dir=str(keeper.inner(folder)),
-        )  # fmt: skip
+        )
     finally:
         del os.environ[keeper.FOLDER]  # only for Ray's processes
 

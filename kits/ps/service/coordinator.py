@@ -641,9 +641,14 @@ class Coordinator:
 
     async def wanted(self) -> dict[str, Any]:
         """The launcher's view: the wanted number of workers, and whether all have ended."""
-        return {"workers": self._wanted_workers, "there": sorted(self._workers), "over": self._over,
-                "epoch": self._epoch, "servers": sorted({*self._nodes, *self._assignment.values()}),
-                "wanted_servers": len(self._nodes)}  # fmt: skip
+        return {
+            "workers": self._wanted_workers,
+            "there": sorted(self._workers),
+            "over": self._over,
+            "epoch": self._epoch,
+            "servers": sorted({*self._nodes, *self._assignment.values()}),
+            "wanted_servers": len(self._nodes),
+        }
 
     async def is_leaving(self, worker: int, incarnation: int) -> bool:
         """Whether a worker was asked to end."""

@@ -58,10 +58,11 @@ class Job:
             if one != two:
                 return f"parameter {two.name} is {_described(two)}, not {_described(one)}"
         facts: Sequence[tuple[str, Any, Any]] = (
-            ("the optimizer", self.optimizer, other.optimizer), ("mode", self.mode, other.mode),
+            ("the optimizer", self.optimizer, other.optimizer),
+            ("mode", self.mode, other.mode),
             ("max_staleness", self.max_staleness, other.max_staleness),
             ("durability", self.durability, other.durability),
-        )  # fmt: skip
+        )
         return next((f"{what} is {b}, not {a}" for what, a, b in facts if a != b), None)
 
 

@@ -121,9 +121,14 @@ class Server:
         pieces = self._shard.pieces
         size = sum(self._bytes(key) for key in pieces)
         return {
-            "name": self.name, "version": self._version, "pieces": len(pieces), "bytes": size, **self._counts,
-            "seen": dict(self._seen), "staleness": list(self._staleness[-1000:]),
-        }  # fmt: skip
+            "name": self.name,
+            "version": self._version,
+            "pieces": len(pieces),
+            "bytes": size,
+            **self._counts,
+            "seen": dict(self._seen),
+            "staleness": list(self._staleness[-1000:]),
+        }
 
     def version(self) -> int:
         """The number of steps that it has taken; in async mode, of pushes."""
@@ -177,11 +182,13 @@ class Server:
         self._incarnations[worker] = incarnation
         prefix = _gradients_key(version, worker)
         head = {
-            "dense": list(gradients.dense), "rows": list(gradients.rows), "dtype": gradients.dtype,
+            "dense": list(gradients.dense),
+            "rows": list(gradients.rows),
+            "dtype": gradients.dtype,
             "shapes": [list(each.shape) for each in gradients.dense.values()],
             "kinds": [str(each.dtype) for each in gradients.dense.values()],
             "row_kinds": [str(each.dtype) for _, each in gradients.rows.values()],
-        }  # fmt: skip
+        }
         records: list[Record] = [(prefix + b"h", json.dumps(head).encode())]
         records += [(prefix + b"d%06d" % i, _buffer(each)) for i, each in enumerate(gradients.dense.values())]
         for i, (ids, rows) in enumerate(gradients.rows.values()):
@@ -294,9 +301,13 @@ class Server:
         return self._version, found
 
     def _step(
-        self, dense: dict[str, Tensor], rows: dict[str, tuple[Tensor, Tensor]], options: list[dict[str, Any]],
-        version: int, done: list[bytes],
-    ) -> None:  # fmt: skip
+        self,
+        dense: dict[str, Tensor],
+        rows: dict[str, tuple[Tensor, Tensor]],
+        options: list[dict[str, Any]],
+        version: int,
+        done: list[bytes],
+    ) -> None:
         """Take a step, and keep it: all, or nothing."""
         self._means = {
             key: array_of(gradient.clone()) for key, gradient in dense.items() if self._shard.parameter(key).on_workers
@@ -375,10 +386,14 @@ class Server:
 
     def _meta(self) -> Record:
         meta = {
-            "format": 1, "job": self._fingerprint, "version": self._version, "seen": _texts(self._seen),
+            "format": 1,
+            "job": self._fingerprint,
+            "version": self._version,
+            "seen": _texts(self._seen),
             "own_seen": {key: _texts(seen) for key, seen in self._own_seen.items()},
-            "incarnations": _texts(self._incarnations), "name": self.name,
-        }  # fmt: skip
+            "incarnations": _texts(self._incarnations),
+            "name": self.name,
+        }
         return b"meta", json.dumps(meta).encode()
 
     def _commit(self, records: list[Record], without: Iterable[bytes] = ()) -> None:
@@ -402,9 +417,10 @@ class Server:
         head |= {"keys": sorted(tensors), "kinds": {name: name_of(kept.dtype) for name, kept in tensors.items()}}
         head["numbers"] = _numbers_out({name: kept for name, kept in state.items() if name not in tensors})
         return [
-            (prefix + b"h", json.dumps(head).encode()), (prefix + b"v", bytes_of(value)),
+            (prefix + b"h", json.dumps(head).encode()),
+            (prefix + b"v", bytes_of(value)),
             *((prefix + b"s%04d" % i, bytes_of(tensors[name])) for i, name in enumerate(sorted(tensors))),
-        ]  # fmt: skip
+        ]
 
     def _row_records(self, key: str, ids: Tensor) -> tuple[list[Record], list[bytes]]:
         """The records of a step of a table, and the keys to remove: the new content of its rows, in one more record. If
@@ -454,9 +470,12 @@ class Server:
         last, value, *state = columns
         options = view.items(b"p/%s/o" % piece.key.encode())
         table = {
-            "last": last, "time": head["time"], "base": _numbers_in(head["base"]), "began": tuple(head["began"]),
+            "last": last,
+            "time": head["time"],
+            "base": _numbers_in(head["base"]),
+            "began": tuple(head["began"]),
             "runs": {int(name[-16:]): json.loads(bytes(text)) for name, text in options},
-        }  # fmt: skip
+        }
         return Moved(piece, array_of(value), dict(zip(head["keys"], state, strict=True)), None, table)
 
     def _moved(self, key: str) -> Moved:

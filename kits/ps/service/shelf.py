@@ -113,9 +113,14 @@ class _OnDisk:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             self._env = lmdb.open(
-                str(folder), map_size=max(2**36, 8 * memory), sync=sync, metasync=sync, writemap=True, map_async=False,
+                str(folder),
+                map_size=max(2**36, 8 * memory),
+                sync=sync,
+                metasync=sync,
+                writemap=True,
+                map_async=False,
                 max_readers=64,
-            )  # fmt: skip
+            )
             self._file = os.open(folder / "data.mdb", os.O_RDWR)
         except (OSError, lmdb.Error) as error:
             raise RuntimeStateError(f"the shard folder {folder} cannot be used: {error}") from error

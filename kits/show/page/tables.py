@@ -183,10 +183,13 @@ def _inferred(plan: PlanData) -> str:
     rows = [
         (
             find(ts[0].name, key[0] if len(ts) > 1 else ts[0].name),
-            safe(ts[0].role), safe(key[2]), codes_of(plan, ts[0].codes), f"{len(ts):,}",
+            safe(ts[0].role),
+            safe(key[2]),
+            codes_of(plan, ts[0].codes),
+            f"{len(ts):,}",
         )
         for key, ts in groups.items()
-    ]  # fmt: skip
+    ]
     if not rows:
         return ""
     more = f"<p>And {len(rows) - 2 * ROWS:,} more.</p>" if len(rows) > 2 * ROWS else ""
@@ -203,10 +206,11 @@ def certificate(plan: PlanData) -> str:
         "cost": f"{known.cost:.6g}, as the search weighs it",
         "bound": "unknown" if known.bound is None else f"{known.bound:.6g}: no plan under these annotations costs less",
         "gap": f"{gap}{'; the plan is proven to be the optimum' if known.proven else ''}",
-        "memory limit": "none" if known.memory_limit is None else human(known.memory_limit)
-        + (", without which the plan would be another" if known.binding else ""),
+        "memory limit": "none"
+        if known.memory_limit is None
+        else human(known.memory_limit) + (", without which the plan would be another" if known.binding else ""),
         "backward": "none: the plan is for inference" if known.inference else "of all that is differentiated",
-    }  # fmt: skip
+    }
     if plan.unknown_operators:
         facts["without a rule"] = f"{', '.join(plan.unknown_operators)}: every device computes all of them"
     rows = [(safe(name), safe(text)) for name, text in facts.items()]
@@ -251,10 +255,13 @@ def stacked(title: str, shares: Sequence[Share]) -> str:
         )
         at += wide
     rows = [
-        (f'<span class="legend"><i style="background:{STACK[i % len(STACK)]}"></i></span>{safe(share.name)}',
-         share.text, f"{100 * share.amount / total:.1f} %")
+        (
+            f'<span class="legend"><i style="background:{STACK[i % len(STACK)]}"></i></span>{safe(share.name)}',
+            share.text,
+            f"{100 * share.amount / total:.1f} %",
+        )
         for i, share in enumerate(shown)
-    ]  # fmt: skip
+    ]
     return (
         f'<h3>{safe(title)}</h3><svg class="stack" viewBox="0 0 {_WIDE} 34" preserveAspectRatio="none" role="img" '
         f'aria-label="{safe(title)}">{"".join(boxes)}</svg>{table("", ("", "#", "#"), rows)}'

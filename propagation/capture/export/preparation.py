@@ -61,9 +61,12 @@ def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: b
     """While `fn` is captured, replace parts of it that torch.export cannot trace. `checked`: torch.distributions check
     their parameters."""
     with (
-        _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
-        contextlib.nullcontext() if checked else _unchecked_distributions(), recorded(),
-    ):  # fmt: skip
+        _plain_parameters(fn, tensors),
+        _tensor_momenta(fn),
+        _conversions(fn),
+        contextlib.nullcontext() if checked else _unchecked_distributions(),
+        recorded(),
+    ):
         yield
 
 

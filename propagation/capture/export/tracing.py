@@ -180,11 +180,12 @@ def _exported(
     numbers."""
     fn, answering = attempt.fn, attempt.answering
     with (
-        without_pythons_random_numbers(fn), meanwhile(capturing=True),
+        without_pythons_random_numbers(fn),
+        meanwhile(capturing=True),
         warnings.catch_warnings(record=True) as said,
         torch.inference_mode(torch.is_inference_mode_enabled() and not attempt.gradients),
         torch.set_grad_enabled(attempt.gradients),
-    ):  # fmt: skip
+    ):
         given = attempt.call.tensors
         example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
         example = (*example[: len(given) - attempt.call.numbers], *map(_of_size, attempt.numbers))
@@ -290,9 +291,15 @@ class Flat(torch.nn.Module):
         self.begin()
         try:
             with (  # the last mode sees a call first
-                self.outside, Regions(Flat.forward.__code__), WithoutGradients(), Traceable(), self.stand_ins,
-                self.hooks, sized, answering,
-            ):  # fmt: skip
+                self.outside,
+                Regions(Flat.forward.__code__),
+                WithoutGradients(),
+                Traceable(),
+                self.stand_ins,
+                self.hooks,
+                sized,
+                answering,
+            ):
                 results, structure = flatten(self.fn(*args, **kwargs))
             late = [] if self.answering is None else self.answering.read
             if late and self.hooks.by_number:

@@ -91,10 +91,11 @@ def _is_plain(exported: ExportedProgram) -> bool:
         and all(_is_plain_node(node) for node in exported.graph.nodes)
         and all(
             not (isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable)
-            for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)
+            for module in exported.graph_module.modules()
+            if isinstance(module, fx.GraphModule)
             for node in module.graph.nodes
         )
-    )  # fmt: skip
+    )
 
 
 def _is_plain_node(node: fx.Node) -> bool:
@@ -107,9 +108,11 @@ def _is_plain_node(node: fx.Node) -> bool:
 
 def _is_plain_tensor(val: Any) -> bool:
     return (
-        type(val) is FakeTensor and val.layout is torch.strided and all(type(n) is int for n in val.shape)
+        type(val) is FakeTensor
+        and val.layout is torch.strided
+        and all(type(n) is int for n in val.shape)
         and not (val.is_conj() or val.is_neg() or val.is_quantized)
-    )  # fmt: skip
+    )
 
 
 class _ResultPlace:

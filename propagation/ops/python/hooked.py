@@ -66,10 +66,12 @@ def _observed(xs: list[Tensor], read: list[Tensor], key: int) -> list[Tensor]:
     hook, every = _hook(key), [*xs, *read]
     versions = [version_of(x) for x in every]
     with torch.enable_grad():
-        hook.call([
-            _Attached.apply(hook.words, x.detach().requires_grad_()) if needs else x.detach()  # type: ignore[no-untyped-call]
-            for x, needs in zip(every, hook.attached, strict=True)
-        ])  # fmt: skip
+        hook.call(
+            [
+                _Attached.apply(hook.words, x.detach().requires_grad_()) if needs else x.detach()  # type: ignore[no-untyped-call]
+                for x, needs in zip(every, hook.attached, strict=True)
+            ]
+        )
     if versions != [version_of(x) for x in every]:
         raise RuntimeStateError(
             f"{hook.words} writes in place to its arguments, which would not reach the rest of the sharded "
@@ -128,9 +130,12 @@ def _observed_backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor],
 hooked = define("hooked(Tensor[] xs, int key) -> Tensor[]", _same, _alike, backward=_backward, keep=_keep_key)
 hooked_backward = define("hooked_backward(Tensor[] gradients, int key) -> Tensor[]", _hooked_backward, _alike)
 observed = define(
-    "observed(Tensor[] xs, Tensor[] read, int key) -> Tensor[]", _observed, _alike,
-    backward=_observed_backward, keep=_keep_count,
-)  # fmt: skip
+    "observed(Tensor[] xs, Tensor[] read, int key) -> Tensor[]",
+    _observed,
+    _alike,
+    backward=_observed_backward,
+    keep=_keep_count,
+)
 HOOKS = frozenset({hooked, hooked_backward, observed})
 for _operator in (hooked, observed):  # their results may be unread
     has_side_effect(_operator)

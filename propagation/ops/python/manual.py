@@ -87,7 +87,10 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 # -- The operators
 
 alike = define(
-    "alike(Tensor x, Tensor largest, Tensor least, str name) -> Tensor", _alike, _fake_alike, backward=_alike_backward,
+    "alike(Tensor x, Tensor largest, Tensor least, str name) -> Tensor",
+    _alike,
+    _fake_alike,
+    backward=_alike_backward,
     keep=_keep_nothing,
-)  # fmt: skip
+)
 call_manual = define("manual(Tensor[] operands, str key) -> Tensor[]", fake=_fake_manual)

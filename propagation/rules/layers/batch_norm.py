@@ -59,9 +59,14 @@ def _sample_moments_rule(node: fx.Node) -> Rule | None:
     shift = tuple(letters[:2] for _ in operands(node)[1:])
     summed = frozenset(f for parts in letters[2:] for f in parts)
     return Rule(
-        (letters, *shift), (((), *letters[:2]),), sizes_of(letters, size), reduce=summed, even=frozenset(letters[1]),
-        local=_local_moments, masks=True,
-    )  # fmt: skip
+        (letters, *shift),
+        (((), *letters[:2]),),
+        sizes_of(letters, size),
+        reduce=summed,
+        even=frozenset(letters[1]),
+        local=_local_moments,
+        masks=True,
+    )
 
 
 def _statistics_rule(node: fx.Node) -> Rule | None:
@@ -81,9 +86,14 @@ def _normalise_rule(node: fx.Node) -> Rule | None:
     even = frozenset(letters[1]) if len(shape(operands(node)[1])) == 2 else frozenset[str]()  # groups are whole
     sizes = sizes_of(letters, size)
     return Rule(
-        (letters, *vectors), (letters,), sizes, additive=bias, linear=linear, local=_local_normalise,
+        (letters, *vectors),
+        (letters,),
+        sizes,
+        additive=bias,
+        linear=linear,
+        local=_local_normalise,
         even=even | split_evenly(node, sizes),
-    )  # fmt: skip
+    )
 
 
 def _local_normalise(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -30,8 +30,10 @@ _REDUCTIONS = {"none": 0, "mean": _MEAN, "sum": _SUM}
 
 # Losses that are not zero for zero operands, as in the padding of uneven shards, and so are summed apart.
 _SUMMED_APART = (
-    aten.binary_cross_entropy_with_logits.default, aten.multilabel_margin_loss.default, aten.soft_margin_loss.default,
-)  # fmt: skip
+    aten.binary_cross_entropy_with_logits.default,
+    aten.multilabel_margin_loss.default,
+    aten.soft_margin_loss.default,
+)
 
 # Operators that only move elements, so that a cast may come after them.
 _MOVES = {
@@ -56,10 +58,14 @@ def _cross_entropy_rule(node: fx.Node) -> Rule | None:
     reduced = argument(node, "reduction") == 2
     sizes = sizes_of(letters, shape(x))
     return Rule(
-        (letters, letters if classes else positions, *weight), (() if reduced else positions,), sizes,
-        reduce=frozenset(sizes) if reduced else frozenset(), even=frozenset(sizes if reduced and classes else ()),
-        local=_local_cross_entropy if reduced and not classes else None, masks=reduced and not classes,
-    )  # fmt: skip
+        (letters, letters if classes else positions, *weight),
+        (() if reduced else positions,),
+        sizes,
+        reduce=frozenset(sizes) if reduced else frozenset(),
+        even=frozenset(sizes if reduced and classes else ()),
+        local=_local_cross_entropy if reduced and not classes else None,
+        masks=reduced and not classes,
+    )
 
 
 def _local_cross_entropy(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -78,9 +84,13 @@ def _class_terms_rule(node: fx.Node) -> Rule | None:
     letters = letters_of(size)
     positions = (letters[0], *letters[2:])
     return Rule(
-        (letters, positions, positions), (positions, positions), sizes_of(letters, size), reduce=frozenset(letters[1]),
-        local=_local_class_terms, masks=True,
-    )  # fmt: skip
+        (letters, positions, positions),
+        (positions, positions),
+        sizes_of(letters, size),
+        reduce=frozenset(letters[1]),
+        local=_local_class_terms,
+        masks=True,
+    )
 
 
 def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -211,8 +221,11 @@ def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:
         counted = b(aten._to_copy.default, valid, dtype=value(total).dtype)
     else:
         safe = b(aten.mul.Tensor, target, valid)
-        counted = b(aten.mul.Tensor, b(aten.embedding.default, b(aten.unsqueeze.default, weight, 1), safe),
-                    b(aten.unsqueeze.default, valid, -1))  # fmt: skip
+        counted = b(
+            aten.mul.Tensor,
+            b(aten.embedding.default, b(aten.unsqueeze.default, weight, 1), safe),
+            b(aten.unsqueeze.default, valid, -1),
+        )
     every = list(range(len(shape(counted))))
     return b(aten.div.Tensor, total, b(aten.sum.dim_IntList, counted, every) if every else counted)
 

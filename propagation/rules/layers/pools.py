@@ -151,9 +151,14 @@ def im2col(node: fx.Node) -> Rule:
     space: Dims = tuple(factor if d == dim else () for d in range(2))
     sizes = ({"b": size[0]} if lead else {}) | {"c": size[-3]} | dict.fromkeys(factor, blocks[dim])
     return Rule(
-        ((*lead, ("c",), *space),), ((*lead, ("c",), merged),), sizes, linear=(frozenset({0}),), even=frozenset("c"),
-        windows=tuple(Halo(0, f, Strided(*_block_sizes(node)[dim])) for f in factor), local=_local_im2col,
-    )  # fmt: skip
+        ((*lead, ("c",), *space),),
+        ((*lead, ("c",), merged),),
+        sizes,
+        linear=(frozenset({0}),),
+        even=frozenset("c"),
+        windows=tuple(Halo(0, f, Strided(*_block_sizes(node)[dim])) for f in factor),
+        local=_local_im2col,
+    )
 
 
 def _block_sizes(node: fx.Node) -> list[tuple[int, int, int]]:
@@ -184,9 +189,14 @@ def col2im(node: fx.Node) -> Rule:
     space: Dims = tuple(factor if d == dim else () for d in range(2))
     sizes = ({"b": size[0]} if lead else {}) | {"c": shape(node)[-3]} | dict.fromkeys(factor, image[dim])
     return Rule(
-        ((*lead, ("c",), factor),), ((*lead, ("c",), *space),), sizes, linear=(frozenset({0}),), even=frozenset("c"),
-        windows=tuple(Halo(0, f, reach) for f in factor), local=_local_col2im,
-    )  # fmt: skip
+        ((*lead, ("c",), factor),),
+        ((*lead, ("c",), *space),),
+        sizes,
+        linear=(frozenset({0}),),
+        even=frozenset("c"),
+        windows=tuple(Halo(0, f, reach) for f in factor),
+        local=_local_col2im,
+    )
 
 
 def _folded(node: fx.Node, image: Sequence[int]) -> tuple[int, WholeRows]:

@@ -104,17 +104,21 @@ def _read(emit: Emitter, owns: Sequence[fx.Node], read: Callable[[list[fx.Node]]
     """The result of `read` for indices in the rank's part, with zeros for those in other parts; `after` dims follow
     those of the indices."""
     read_here = read([emit.call(aten.clamp.default, own, 0) for own in owns])
-    others = reduce(lambda a, b: emit.call(aten.logical_or.default, a, b),
-                    [emit.call(aten.lt.Scalar, own, 0) for own in owns])  # fmt: skip
+    others = reduce(
+        lambda a, b: emit.call(aten.logical_or.default, a, b), [emit.call(aten.lt.Scalar, own, 0) for own in owns]
+    )
     for _ in range(after):
         others = emit.call(aten.unsqueeze.default, others, -1)
     return emit.call(aten.masked_fill.Scalar, read_here, others, 0)
 
 
 def _written(
-    emit: Emitter, x: fx.Node, dims: Sequence[int], owns: Sequence[fx.Node],
+    emit: Emitter,
+    x: fx.Node,
+    dims: Sequence[int],
+    owns: Sequence[fx.Node],
     write: Callable[[fx.Node, list[fx.Node]], fx.Node],
-) -> fx.Node:  # fmt: skip
+) -> fx.Node:
     """The result of `write` on x extended by one place along `dims`, which takes writes to other parts, without that
     place."""
     size = emit.shapes.operands[0]
@@ -256,8 +260,9 @@ def scatter(node: fx.Node) -> Rule | None:
     before = [f"+{dims[0]}", *dims[1:]] if adds else dims
     linear = ("0 2",) if adds or node.target is aten.scatter.src else ()
     which = ({"reduce": "i"} if adds else {"whole": "i"}) if same else {}
-    return parse_row(_row([before, placed, *([placed] * len(source))], dims, **which, linear=linear,
-                          local=_local_write), node)  # fmt: skip
+    return parse_row(
+        _row([before, placed, *([placed] * len(source))], dims, **which, linear=linear, local=_local_write), node
+    )
 
 
 def _includes(node: fx.Node) -> bool:

@@ -97,8 +97,9 @@ def _inner(b: Builder, node: fx.Node) -> fx.Node:
 
 def _tensordot(b: Builder, node: fx.Node) -> fx.Node:
     x, y = operands(node)
-    ours, theirs = ([d % len(shape(t)) for d in argument(node, name)]
-                    for t, name in ((x, "dims_self"), (y, "dims_other")))  # fmt: skip
+    ours, theirs = (
+        [d % len(shape(t)) for d in argument(node, name)] for t, name in ((x, "dims_self"), (y, "dims_other"))
+    )
     return _contracted(b, x, y, ours, theirs)
 
 

@@ -52,9 +52,13 @@ def _reduction_rule(node: fx.Node) -> Rule | None:
     out = without(letters, summed) if keep else tuple(p for d, p in enumerate(letters) if d not in summed)
     largest = node.target in MAXIMA
     return Rule(
-        (letters,), (out,), sizes_of(letters, size), reduce=frozenset(f for d in summed for f in letters[d]),
-        reduce_by="max" if largest else "sum", linear=() if largest else (frozenset({0}),),
-    )  # fmt: skip
+        (letters,),
+        (out,),
+        sizes_of(letters, size),
+        reduce=frozenset(f for d in summed for f in letters[d]),
+        reduce_by="max" if largest else "sum",
+        linear=() if largest else (frozenset({0}),),
+    )
 
 
 def _histogram_rule(node: fx.Node) -> Rule:

@@ -62,9 +62,13 @@ def _view_rule(node: fx.Node) -> Rule | None:
     # an uneven shard of a factor that is only part of a dim is not an uneven shard of the dim
     begun = frozenset(f for parts, size in dims if math.prod(sizes[f] for f in parts) != size for f in parts)
     return Rule(
-        (tuple(map(tuple, left)),), (tuple(map(tuple, right)),), sizes,
-        linear=(_FIRST,), local=with_local_shape(1), even=begun,
-    )  # fmt: skip
+        (tuple(map(tuple, left)),),
+        (tuple(map(tuple, right)),),
+        sizes,
+        linear=(_FIRST,),
+        local=with_local_shape(1),
+        even=begun,
+    )
 
 
 def _expand_rule(node: fx.Node) -> Rule | None:
