@@ -83,7 +83,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "a rank that fails before a meeting comes to it all the same",
-                '_agree(purpose, [], f"{type(error).__name__}: {error}", detail)', "pass",
+                '_agree(purpose, [], f"{type(error).__name__}: {error}", detail, among)', "pass",
                 "runtime/ranks/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
             ),
             (
@@ -106,7 +106,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "a rank that has come is waited for, also where it has ended",
-                "if doing.given.get(flight.group, 0) < flight.number}", "}",
+                "if doing.given.get(flight.group, 0) < flight.number", "",
                 "runtime/ranks/test_flights.py::test_a_rank_that_has_come_or_may_come_is_waited_for",
             ),
             (
@@ -155,8 +155,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "parameters that a module got after it was sharded are compared",
-                "agree(purpose, facts_of({n: p for n, p in added.items() if not p.is_meta}, "
-                '"seed every rank alike"))', "pass",
+                "agree(purpose, facts, self._among)", "pass",
                 "models/test_gloo_features.py::test_parameters_that_are_added_and_differ_are_refused",
             ),
             (
@@ -184,7 +183,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "partway/engine/engine.py",
             (
                 "where one rank's part has another shape, all ranks look for another plan",
-                "if last is not None and last.runner.own and placing()", "if False and placing()",
+                "if last is not None and last.runner.own and placing(", "if False and placing(",
                 "models/test_own_parts.py::test_processes_train_on_their_parts_as_one_device_on_the_batch",
             ),
         ),
@@ -228,7 +227,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
         (
             "a meeting ends where rank 0, who is to say how it went, has ended",
-            "(left > 0 and not self._has_ended(0))", "left > 0",
+            "(left > 0 and not self._has_ended(first))", "left > 0",
             "kits/checkpoints/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
         ),
         (
@@ -258,7 +257,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
         (
             "rank 0, who may keep the store, stays until all know that a meeting has failed",
-            'if self._store.check([f"parted/{n}/{rank}" for rank in range(self.size)]):', "if True:",
+            'if self._store.check([f"parted/{key}/{rank}" for rank in ranks]):', "if True:",
             "runtime/ranks/test_watch.py::test_rank_0_stays_until_the_others_know_that_a_meeting_has_failed",
         ),
     )
@@ -401,12 +400,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "partway/engine/placing.py",
             (
                 "each call's inputs are noted",
-                "ranks.given([tensors[i] for i in wholes], where)", "pass",
+                "own_ledger.given([tensors[i] for i in wholes], where)", "pass",
                 "conformance/test_ranks.py::test_a_rank_that_differs_is_found[later_values]",
             ),
             (
                 "at each call it is noted what was written before",
-                "ranks.stepped(written(held), where)", "pass",
+                "own_ledger.stepped(written(held), where)", "pass",
                 f"{_TOLD}[a buffer-2]",
             ),
             (
@@ -416,7 +415,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "at each call it is noted what parameters and buffers hold",
-                'note(copies, f"call {call} of {name}", call, whole)', "pass",
+                'note(copies, f"call {call} of {name}", call, whole, among)', "pass",
                 f"{_TOLD}[a part that is written to-2]",
             ),
             (
@@ -429,7 +428,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "runtime/tensors/optimizers.py",
             (
                 "which gradients are new, kept or None is noted",
-                "own.kept(tuple(", "(lambda *_: None)(tuple(",
+                "ledger.kept(tuple(", "(lambda *_: None)(tuple(",
                 "runtime/ranks/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[keeps gradients]",
             ),
             (
@@ -439,12 +438,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "an optimizer's class is noted",
-                'own.settings(type(optimizer).__qualname__, f"{where}: its class")', "pass",
+                'ledger.settings(type(optimizer).__qualname__, f"{where}: its class")', "pass",
                 f"{_TOLD}[the class-2]",
             ),
             (
                 "an optimizer's settings are noted",
-                'own.settings(values, f"{where}: {setting}")', "pass",
+                'ledger.settings(values, f"{where}: {setting}")', "pass",
                 f"{_TOLD}[the learning rate-2]",
             ),
             (
