@@ -21,7 +21,7 @@ from .policy import Policy
 class FusionMode(Choice):
     """How the boundaries between groups are chosen.
 
-    auto       groups of at most 64 MB, as in the reference and in DistributedDataParallel; no config
+    auto       groups of at most 64 MB, as in MindSpore and in DistributedDataParallel; no config
     size       groups of at most `config` MB
     index      a group ends after each count of gradients in `config`, such as [20, 35]; of allreduce only
     overlap    ours: the groups that the cost model says hide most; no config

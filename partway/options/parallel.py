@@ -113,120 +113,122 @@ class ParallelContext(FrozenOptions):
     }
 
     parallel_mode: ParallelMode = Field(default=ParallelMode.STAND_ALONE, strict=False)
-    """Who chooses strategies. stand_alone: nobody; all runs on one device, as if `shard` were not there. data_parallel:
-    the batch is split and nothing else. semi_auto_parallel: annotations are followed, and what has none splits the
-    batch. auto_parallel: the search chooses all that is not annotated. If this was never set, `shard` acts as in
-    auto_parallel, so that a script with one annotation runs split; in the reference it is ignored. `hybrid_parallel` is
-    left out: it is neither checked nor planned there."""
+    """How strategies are chosen. stand_alone: not at all; everything runs on one device, as if `shard` were not there.
+    data_parallel: only the batch is split. semi_auto_parallel: annotated operators follow their annotation, others
+    split the batch. auto_parallel: the search chooses all strategies that are not annotated. If the mode was never set,
+    `shard` acts as in auto_parallel, so that a script with one annotation runs sharded; MindSpore ignores the
+    annotation. MindSpore's `hybrid_parallel`, which is neither checked nor planned, is left out."""
 
     search_mode: SearchMode = Field(default=SearchMode.DYNAMIC_PROGRAMMING, strict=False)
-    """How strategies are searched for. dynamic_programming: the cheapest plan there is, as in the reference up to 2.0
-    (2.7: recursive_programming), because here it is exact and still fast. sharding_propagation: annotations spread to
-    their neighbours. recursive_programming: the devices are halved again and again."""
+    """The search algorithm. dynamic_programming: exact; the default of MindSpore up to 2.0 (2.7:
+    recursive_programming). sharding_propagation: annotations spread to neighboring operators. recursive_programming:
+    the devices are halved recursively."""
 
     device_num: int = Field(default=1, ge=1, le=16384, description="an int from 1 to 16384")
-    """How many devices are simulated; under a launcher there are as many as processes, so that one script serves both.
-    The reference says 4096 but takes more, and wants 1, 2, 4 or a multiple of 8; here any number will do."""
+    """The number of simulated devices. Under a launcher it is the number of processes, so that one script serves both.
+    MindSpore takes 1, 2, 4 or a multiple of 8; here any number works."""
 
     dataset_strategy: DatasetStrategy = DatasetMode.FULL_BATCH
-    """What each process is given of every input. full_batch: all of it, and the plan takes the parts. data_parallel:
-    its own part, as a DistributedSampler reads it: that which `in_strategy` gives its rank, or without one an equal
-    part along the first dim. Split counts for each input, as in ((1, 1, 1, 8), (1,)): one of so many parts; an input of
-    smaller rank may have a smaller split count, where the reference wants them equal. Where it is unset, it is
-    data_parallel in parallel_mode data_parallel, as in the reference, and full_batch in other modes. In one process
-    that stands for all devices inputs are whole in any case."""
+    """The part of each input that a process passes to a call. full_batch: the whole input, which the plan then splits.
+    data_parallel: the part of its rank, as a DistributedSampler reads it: the part under `in_strategy`, or without one
+    an equal part along the first dim. Split counts for each input, such as ((1, 1, 1, 8), (1,)): one of as many parts;
+    an input with fewer dims may have a smaller count, which MindSpore refuses. Default: data_parallel in parallel_mode
+    data_parallel, as in MindSpore, and full_batch otherwise. In one process with simulated devices inputs are always
+    whole."""
 
     full_batch: bool = True
-    """Short for `dataset_strategy="full_batch"`, and False for "data_parallel": both read the same."""
+    """True is short for `dataset_strategy="full_batch"`, False for "data_parallel"."""
 
     gradients_mean: bool = True
-    """True: the gradient of the mean over the global batch, which is what one device computes. False: the sum of the
-    data-parallel parts' means, that is every parameter's gradient times the number of parts. The reference defaults
-    to False; here splitting a model must not change its training unasked."""
+    """True: gradients of the mean over the global batch, as on one device. False: the sum of the means of the
+    data-parallel parts, which is every parameter's gradient times the number of parts. MindSpore defaults to False;
+    here sharding must not change training unasked."""
 
     batch_norm_parts: int = Field(default=1, ge=1, description="an int of 1 or more")
-    """Ours: into how many equal parts of the batch a BatchNorm in training takes statistics, each part its own ("ghost
-    batch norm"; running statistics move by their mean). 1: the statistics of the whole batch, which is what one device
-    computes; it costs an AllReduce per layer that computing waits for, forward and backward. The number of ranks that
-    split the batch: what DDP computes, without these. How the model is split changes neither. SyncBatchNorm always has
-    the statistics of the whole batch."""
+    """The number of equal parts of the batch over which BatchNorm computes statistics in training, each part its own
+    ("ghost batch norm"; running statistics are updated with the mean of the parts). 1: statistics of the whole batch,
+    as on one device; each layer then waits for an AllReduce, forward and backward. The number of ranks that split the
+    batch: the statistics of DDP, without these AllReduces. The layout of the model changes neither. SyncBatchNorm
+    always uses the whole batch. Not in MindSpore."""
 
     gradient_fp32_sync: bool = True
-    """True: gradients of parameters in bfloat16 or float16 are added up over the ranks in float32, with twice the
-    bytes. False: in their own dtype."""
+    """True: gradients of bfloat16 and float16 parameters are reduced in float32, at twice the bytes. False: in their
+    own dtype."""
 
     parameter_broadcast: bool = False
-    """True: `shard` gives every process rank 0's parameters, buffers and random generators. False: where they differ,
-    it is an error."""
+    """True: `shard` copies parameters, buffers and random generators from rank 0 to every process. False: it is an
+    error if they differ."""
 
     all_reduce_fusion_config: Positions = Field(default=None, description="None or a list such as [20, 35]")
-    """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. The reference's code counts [20, 35] as
-    21, 15, the rest; its documents as 20, 15, the rest, and so do we."""
+    """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. [20, 35] makes groups of 20, 15 and the
+    rest, as in MindSpore's documentation; its code makes 21, 15 and the rest."""
 
     comm_fusion: CommFusion = Field(
         default=CommFusion(), description="a dict with the keys openstate, allreduce, allgather and reducescatter"
     )
-    """Collectives are grouped unless {"openstate": False} turns it off, or None one kind: {"allreduce": None}. It is
-    shown with the defaults of what was not named, and with what `all_reduce_fusion_config` says of allreduce."""
+    """Collectives are grouped unless {"openstate": False} turns all grouping off, or {"allreduce": None} that of one
+    kind. Reading the option shows defaults, and the effect of `all_reduce_fusion_config` on allreduce."""
 
     strategy_ckpt_config: StrategyCkptConfig = Field(
         default=StrategyCkptConfig(), description="a dict with the keys load_file, save_file and only_trainable_params"
     )
-    """Where plans are loaded from and saved to. A load_file must exist when it is set, so that a wrong path is an error
-    at its own line."""
+    """The files that plans are loaded from and saved to. A load_file must exist when the option is set, so that a wrong
+    path fails at its own line."""
 
     enable_parallel_optimizer: bool = False
-    """True: parameters, their gradients and the states of the optimizer are split over the devices that would hold
-    copies (ZeRO, FSDP), as `parallel_optimizer_config` says."""
+    """True: parameters, gradients and optimizer states are split over the devices that would hold copies (ZeRO, FSDP);
+    see `parallel_optimizer_config`."""
 
     parallel_optimizer_config: ParallelOptimizerConfig = Field(
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
-    """Parameters of less than parallel_optimizer_threshold KB stay whole."""
+    """Parameters below parallel_optimizer_threshold KB stay whole."""
 
     reshard_after_forward: bool | None = Field(default=None, description="None, True or False")
-    """Ours, with FSDP2's name. True: weights that are split at rest and gathered for the forward are freed after it,
-    and gathered again in the backward, which takes less memory and sends more. False: they are kept. None: they are
-    kept unless `memory_limit` leaves no room for them."""
+    """As in FSDP2. True: weights that are split at rest are freed after the forward and gathered again in the backward,
+    which saves memory and sends more. False: gathered weights are kept. None: they are kept unless `memory_limit`
+    leaves no room. Not in MindSpore."""
 
     enable_compile_cache: bool = True
-    """True: captures, plans and compiled steps are kept on disk by content, so that a second start makes none anew.
-    The reference has this option in set_context."""
+    """True: captures, plans and compiled steps are cached on disk by content, so that a second start loads them.
+    MindSpore has this option in set_context."""
 
     compile_cache_path: str = Field(default="", description="a folder, or '' for PARTWAY_CACHE_DIR or ~/.cache/partway")
-    """Not used unless it is this user's alone (mode 0700). Entries take PARTWAY_CACHE_MB megabytes at most, or 1000."""
+    """The folder must belong to this user alone (mode 0700), else it is not used. It takes at most PARTWAY_CACHE_MB
+    megabytes, by default 1000."""
 
     backend: Backend = Field(default=Backend.EAGER, strict=False)
-    """Ours: "eager" runs a step's operators one after another as PyTorch has them; "inductor" has TorchInductor compile
-    each stretch between two collectives, which the first call of a signature waits for."""
+    """"eager" runs the operators of a step one by one in PyTorch; "inductor" compiles the operators between two
+    collectives with TorchInductor, in the first call of a signature. Not in MindSpore."""
 
     compare_replicas: bool | int = Field(default=True, description="True, False, or an int of 1 or more")
-    """Ours: whether ranks that hold the same part of a parameter, a buffer, a gradient or an optimizer's state compare
-    it while they train, and their optimizers' settings. True: a few elements of some in turn, at each call and each
-    step, on CPUs. An int: besides, all elements of all at every so many calls and steps, on any device. False: not at
-    all. Unless it is False, `save` and `save_pretrained` compare all of them, and refuse what differs."""
+    """Whether ranks with the same part of a parameter, buffer, gradient or optimizer state compare it during training,
+    and the settings of their optimizers. True: a few elements of some of them at each call and step, on CPUs. An int n:
+    also all elements at every n-th call and step, on any device. False: no comparison. Unless it is False, `save` and
+    `save_pretrained` compare everything, and refuse to write if something differs. Not in MindSpore."""
 
     random_numbers: RandomNumbers = Field(default=RandomNumbers.COUNTER, strict=False)
-    """Ours: what dropout and other random operators draw, for the seed of torch.manual_seed. "counter": each number is
-    a function of the seed, the operator and the global index of its element, so that it is the same on any layout and
-    any number of devices, and a rank draws its part alone. "torch": the numbers of the plain model, which every rank
-    draws whole. "rank": each rank draws its part from a stream of its own, with PyTorch's generator; the numbers depend
-    on the layout, but where a tensor is whole they are the same on all ranks. What no index tells (multinomial,
-    randperm, poisson) is drawn whole with each of them."""
+    """The random numbers of dropout and other random operators, for the seed of torch.manual_seed. "counter": each
+    number is a function of the seed, the operator and the global index of its element, the same for any layout and any
+    number of devices; a rank draws only its part. "torch": the numbers of the plain model; every rank draws all of
+    them. "rank": each rank draws its part from its own stream of PyTorch's generator; the numbers depend on the layout,
+    and are the same on all ranks where a tensor is whole. Operators without an index (multinomial, randperm, poisson)
+    always draw whole tensors. Not in MindSpore."""
 
     whole_results: bool = False
-    """Ours: True: what a function returns beside a scalar loss is whole on every rank. False: it stays as it lies,
-    which sends nothing; under a launcher it is a DTensor that mixes with plain tensors, and is gathered when it is
-    first used, by all ranks. What a function without a loss returns is whole, unless out_strategy says otherwise."""
+    """True: the results of a function beside a scalar loss are whole on every rank. False: they keep their layout,
+    which sends nothing; under a launcher they are DTensors that mix with plain tensors, and all ranks gather them at
+    the first use. The results of a function without a loss are whole, unless out_strategy splits them. Not in
+    MindSpore."""
 
     on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
-    """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""
+    """Whether an operator without a rule runs replicated with a warning, or is an error. Not in MindSpore."""
 
     device_profile: str | None = Field(
         default=None, description="None, the name of a preset such as 'h100', or the path of a profile's JSON file"
     )
-    """Ours: the device and network that plans are priced for (None: by the device type). A path must hold a profile
-    when it is set, so that a wrong one is an error at its own line."""
+    """The device and network for which plans are priced (None: by the device type). A path must hold a profile when the
+    option is set, so that a wrong path fails at its own line. Not in MindSpore."""
 
     @field_validator("device_profile")
     @classmethod
