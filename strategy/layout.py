@@ -64,7 +64,8 @@ class Layout:
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split `dim`, major first."""
-        return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if p == Shard(dim))
+        shard = Shard(dim)
+        return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if p == shard)
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -73,7 +74,8 @@ class Layout:
 
     def cut(self, dim: int, size: int) -> Cut:
         """The cut of `dim`, of `size`; its slices are in the order of the group of all axes that split the dim."""
-        return Cut(size, tuple(n for n, p in zip(self.mesh.sizes, self.placements, strict=True) if p == Shard(dim)))
+        shard = Shard(dim)
+        return Cut(size, tuple(n for n, p in zip(self.mesh.sizes, self.placements, strict=True) if p == shard))
 
     def divides(self, shape: tuple[int, ...]) -> bool:
         """Whether every split dim exists in `shape` and is divided evenly."""

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,9 +112,10 @@ class ConversionTable:
 
     def parts(self, dim: int) -> Codes:
         """The number of parts that `dim` is split into, for every code."""
-        if Shard(dim) not in self.states:
+        shard = Shard(dim)
+        if shard not in self.states:
             return np.ones(len(self.digits), dtype=np.intp)
-        parts: Codes = np.where(self.digits == self.states.index(Shard(dim)), self.mesh.sizes, 1).prod(axis=1)
+        parts: Codes = np.where(self.digits == self.states.index(shard), self.mesh.sizes, 1).prod(axis=1)
         return parts
 
     @cached_property
@@ -361,6 +362,12 @@ def _coefficients(
     """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Steps over several axes
     all communicate: local steps cost the same one axis at a time."""
     size = math.prod(mesh.size(axis) for axis in axes)
+
+    @cache
+    def communicating(way: Kind) -> tuple[float, float]:
+        seconds, per_byte = collective_cost(way, mesh, axes, profile)
+        return weights.latency * seconds, weights.wire * share(way, size) * per_byte
+
     fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
     np.fill_diagonal(fixed, 0.0)
     for (i, source), (j, target) in itertools.permutations(enumerate(states), 2):
@@ -377,9 +384,9 @@ def _coefficients(
         fixed[i, j] = _STEP
         for way in ways:
             if way.communicates:
-                seconds, per_byte = collective_cost(way, mesh, axes, profile)
-                fixed[i, j] += weights.latency * seconds
-                linear[i, j] += weights.wire * share(way, size) * per_byte
+                seconds, per_byte = communicating(way)
+                fixed[i, j] += seconds
+                linear[i, j] += per_byte
             elif way in (Kind.PAD, Kind.KEEP):
                 linear[i, j] += weights.compute / profile.memory_bandwidth
     return fixed, linear
