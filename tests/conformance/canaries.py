@@ -54,7 +54,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "    aten.var_mean.dim: _expand_var_mean,\n}",
         "    aten.var_mean.dim: _expand_var_mean,\n}\nfor _mean in (aten.mean.default, aten.mean.dim):\n"
         "    del EXPANSIONS[_mean]\n    ROWS[_mean] = _reduction_rule",
-        "propagation/rules/test_reductions.py::test_a_mean_is_a_sum_over_the_global_count",
+        "propagation/rules/tensors/test_reductions.py::test_a_mean_is_a_sum_over_the_global_count",
     ),
     (
         "the padding of an uneven slice is counted",
@@ -66,13 +66,13 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "the halo of a convolution begins in the wrong place",
         "propagation/rules/windows.py",
         "return start * self.stride - self.before, (stop - 1)", "return start * self.stride, (stop - 1)",
-        "propagation/rules/test_convolution.py::test_a_split_image_gives_what_the_whole_one_does[convolution]",
+        "propagation/rules/layers/test_convolution.py::test_a_split_image_gives_what_the_whole_one_does[convolution]",
     ),
     (
         "the statistics of a batch norm are not those of all elements of a channel",
         "propagation/rules/layers/batch_norm.py",
         "count, dtype = math.prod(shape(x)[d] for d in dims), wide", "count, dtype = shape(x)[0], wide",
-        "propagation/rules/test_batch_norm.py::test_batch_norm[True-options0-shape1]",
+        "propagation/rules/layers/test_batch_norm.py::test_batch_norm[True-options0-shape1]",
     ),
     (
         "random numbers depend on how a tensor is split",
@@ -127,7 +127,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "a message does not say what may have been meant",
         "strategy/basics/suggest.py",
         "if matches else otherwise", "if False else otherwise",
-        "strategy/test_suggest.py::test_close_names_are_suggested",
+        "strategy/basics/test_suggest.py::test_close_names_are_suggested",
     ),
     (
         "lowering leaves a collective out",
@@ -222,13 +222,13 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "a plan is used although what the function reads has changed",
         "partway/reuse/guard.py",
         "            and self._state.holds()\n", "",
-        "api/test_guard.py::test_a_module_that_was_replaced_is_used",
+        "api/reuse/test_guard.py::test_a_module_that_was_replaced_is_used",
     ),
     (
         "a plan is used for a call of another kind, here of another dtype",
         "partway/reuse/guard.py",
         "        and tensor.dtype is dtype\n", "",
-        "api/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
+        "api/reuse/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
     ),
     (
         "a plan that was made for other sizes or numbers is used where it does not hold",

@@ -166,7 +166,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "parts of a batch have to make a whole",
                 "if rest or (count == 1 and len(set(sizes)) > 1):", "if False:",
-                "api/test_placing.py::test_parts_that_make_no_whole_are_refused_with_their_sizes",
+                "api/engine/test_placing.py::test_parts_that_make_no_whole_are_refused_with_their_sizes",
             ),
             (
                 "what was captured and planned is compared",
@@ -630,42 +630,42 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "a call has the options of the plan",
                 "(context is self.context or context == self.context)", "True",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the context]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the context]",
             ),
             (
                 "a call has the options of the algorithm of the plan",
                 "(current_algo() is self._algo or current_algo() == self._algo)", "True",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the algorithm's parameters]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the algorithm's parameters]",
             ),
             (
                 "a call has the settings of PyTorch of the plan",
                 "and modes() == self._modes", "",
-                "api/test_guard.py::test_autocast_is_a_plan_of_its_own",
+                "api/reuse/test_guard.py::test_autocast_is_a_plan_of_its_own",
             ),
             (
                 "a call that takes gradients has a plan for them",
                 "and _inference(self._by_mode) == self._inference", "",
-                "api/test_guard.py::test_a_call_that_takes_gradients_is_not_one_that_takes_none",
+                "api/reuse/test_guard.py::test_a_call_that_takes_gradients_is_not_one_that_takes_none",
             ),
             (
                 "a call has the rules of users' operators of the plan",
                 "and version() == self._rules", "",
-                "api/test_user_rules.py::test_a_rule_that_comes_after_the_first_call_is_used_by_the_next",
+                "api/requests/test_user_rules.py::test_a_rule_that_comes_after_the_first_call_is_used_by_the_next",
             ),
             (
                 "the tensors of a call are like those of the plan",
                 "and all(map(_is_like, tensors, self._tensors))", "",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[shape]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[shape]",
             ),
             (
                 "the tensors of a call have the dtypes of the plan",
                 "and tensor.dtype is dtype", "",
-                "api/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
+                "api/reuse/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
             ),
             (
                 "a gradient is wanted of the same inputs",
                 "and tensor.requires_grad is needs", "",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of an input]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of an input]",
             ),
             (
                 "the tensors of a call have the attributes that they had",
@@ -680,27 +680,27 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "arguments that are no tensors are the same",
                 "if not structure.is_like(self._structure):", "if False:",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[a plain value]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[a plain value]",
             ),
             (
                 "each module is in training or in evaluation as it was",
                 "and [*map(_TRAINING, self._modules)] == self._training", "",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[training of a module inside]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[training of a module inside]",
             ),
             (
                 "a module has as many parameters as it had",
                 "and [*map(len, self._stores)] == self._sizes", "",
-                "api/test_guard.py::test_a_parameter_that_was_added_is_used",
+                "api/reuse/test_guard.py::test_a_parameter_that_was_added_is_used",
             ),
             (
                 "parameters are the objects that they were",
                 "and all(map(is_, chain.from_iterable(self._held), self._parameters_in_order))", "",
-                "api/test_guard.py::test_a_parameter_that_was_replaced_is_used",
+                "api/reuse/test_guard.py::test_a_parameter_that_was_replaced_is_used",
             ),
             (
                 "a gradient is wanted of the same parameters",
                 "and [*map(_FACTS, self._parameters)] == self._facts", "",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of a parameter]",
+                "api/reuse/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of a parameter]",
             ),
             (
                 "DTensors among the inputs are placed as they were",
@@ -715,12 +715,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "the dtype that autocast casts to is the same",
                 'torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None', "None",
-                "api/test_guard.py::test_each_dtype_of_autocast_is_a_plan_of_its_own",
+                "api/reuse/test_guard.py::test_each_dtype_of_autocast_is_a_plan_of_its_own",
             ),
             (
                 "function modes are the same",
                 "*[(type(mode), fact(vars(mode))) for mode in function_modes()],", "",
-                "api/test_guard.py::test_what_a_function_mode_changes_is_planned_for",
+                "api/reuse/test_guard.py::test_what_a_function_mode_changes_is_planned_for",
             ),
         ),
         *of_file(
@@ -758,13 +758,13 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "numbers of other types are other calls",
                 "self.kind = node.target, text,", 'self.kind = node.target, text.replace(".0", ""),',
-                "propagation/capture/test_one_by_one.py"
+                "propagation/capture/rewrites/test_one_by_one.py"
                 "::test_calls_of_one_operator_are_of_one_kind_only_where_they_are_written_alike[numbers]",
             ),
             (
                 "operands that lie otherwise in memory are others",
                 "val.stride(), val.storage_offset(), val.requires_grad", "val.requires_grad",
-                "propagation/capture/test_one_by_one.py"
+                "propagation/capture/rewrites/test_one_by_one.py"
                 "::test_calls_of_one_operator_are_of_one_kind_only_where_they_are_written_alike[layouts]",
             ),
         ),
@@ -773,7 +773,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "a call that writes though its schema does not say so is found",
                 "if any(map(has_data_mutation, tensors)):", "if False:",
-                "propagation/capture/test_one_by_one.py::test_what_is_not_certain_is_written_out_whole[write_unsaid]",
+                "propagation/capture/rewrites/test_one_by_one.py::test_what_is_not_certain_is_written_out_whole[write_unsaid]",
             ),
         ),
     ),
@@ -788,52 +788,52 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "the bytes of an entry are those that were written",
                 " {hashlib.sha256(data).hexdigest()}", "",
-                "api/compiler/test_cache.py::test_an_entry_with_another_byte_is_made_anew",
+                "api/reuse/test_cache.py::test_an_entry_with_another_byte_is_made_anew",
             ),
             (
                 "an entry is of the content that it is named after",
                 "{_FORMAT} {self._digest} {name}", "{_FORMAT} {name}",
-                "api/compiler/test_cache.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
+                "api/reuse/test_cache.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
             ),
             (
                 "an entry was written by this user",
                 "if hasattr(os, \"geteuid\") and (status", "if False and (status",
-                "api/compiler/test_cache.py::test_an_entry_that_others_may_write_is_made_anew",
+                "api/reuse/test_cache.py::test_an_entry_that_others_may_write_is_made_anew",
             ),
             (
                 "an entry holds what is asked for",
                 "if not isinstance(value, kinds):", "if False:",
-                "api/compiler/test_cache.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
+                "api/reuse/test_cache.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
             ),
             (
                 "the folder is this user's",
                 "if status.st_uid != os.geteuid():", "if False:",
-                "api/compiler/test_cache.py::test_a_folder_of_another_user_is_not_used",
+                "api/reuse/test_cache.py::test_a_folder_of_another_user_is_not_used",
             ),
             (
                 "nobody else may write to the folder",
                 "if status.st_mode & 0o077:", "if False:",
-                "api/compiler/test_cache.py::test_a_folder_that_others_may_use_is_not_used",
+                "api/reuse/test_cache.py::test_a_folder_that_others_may_use_is_not_used",
             ),
             (
                 "nobody else may put another folder in its place",
                 "if mode & 0o022 and not mode & stat.S_ISVTX:", "if False:",
-                "api/compiler/test_cache.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
+                "api/reuse/test_cache.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
             ),
             (
                 "the text of Partway is a part of what a version is",
                 "digest.update(path.read_bytes())", "pass",
-                "api/compiler/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+                "api/reuse/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "a plan on disk is of this version",
                 "Files(folder, software(), *text_of_graph(graph)", "Files(folder, *text_of_graph(graph)",
-                "api/compiler/test_cache.py::test_entries_of_another_version_are_not_used",
+                "api/reuse/test_cache.py::test_entries_of_another_version_are_not_used",
             ),
             (
                 "the version of PyTorch is a part of what a version is",
                 'f"torch {torch.__version__}, partway', 'f"partway',
-                "api/compiler/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+                "api/reuse/test_cache.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "a plan on disk is of these options and this request",
@@ -848,7 +848,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "derivatives of users' operators are not kept",
                 "or (derived and not self._derivable)", "",
-                "api/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
+                "api/requests/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
             ),
         ),
         *of_file(
@@ -856,7 +856,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "a plan on disk is of these rules of users' operators",
                 "text_of(inputs.rules),", "",
-                "api/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
+                "api/requests/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
             ),
         ),
         *of_file(
@@ -864,22 +864,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "a capture is of what the code reads",
                 "own, reads, call.structure.key()", "own, call.structure.key()",
-                "api/reuse/test_captures.py::test_what_changed_is_captured_anew",
+                "api/compiler/test_captures.py::test_what_changed_is_captured_anew",
             ),
             (
                 "a capture is of the modes that it was made in",
                 "list(_parameters(fn)), modes()", "list(_parameters(fn))",
-                "api/reuse/test_captures.py::test_other_modes_of_torch_are_captured_anew",
+                "api/compiler/test_captures.py::test_other_modes_of_torch_are_captured_anew",
             ),
             (
                 "each rank has captures of its own",
                 'f"rank {get_rank()} of {get_group_size()}", ', "",
-                "api/reuse/test_captures.py::test_ranks_have_captures_of_their_own",
+                "api/compiler/test_captures.py::test_ranks_have_captures_of_their_own",
             ),
             (
                 "a capture is of the packages that are installed",
                 "software(), installed(), content", "software(), content",
-                "api/reuse/test_captures.py::test_other_packages_are_captured_anew",
+                "api/compiler/test_captures.py::test_other_packages_are_captured_anew",
             ),
         ),
         *of_file(
@@ -887,7 +887,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "what another process writes now is left to it",
                 "not fresh and bool(_lock(number))", "not fresh",
-                "api/compiler/test_cache.py::test_what_another_process_writes_now_is_left",
+                "api/reuse/test_cache.py::test_what_another_process_writes_now_is_left",
             ),
         ),
     ),

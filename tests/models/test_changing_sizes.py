@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway.engine import engine
 from partway.propagation.plan.replay import follow
+from partway.requests.attached import engine_of
 from partway.reuse import courses
 from partway.strategy import StrategyError
 
@@ -433,7 +434,7 @@ def test_programs_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch, searched
         for size in range(2, 9):
             model(rows(size))
     assert searched == ["training"] * 2
-    assert len(pw.attached.engine_of(model)._planned.signatures) == 3
+    assert len(engine_of(model)._planned.signatures) == 3
 
 
 def sizes_of(program: fuzz.Program) -> list[int]:

@@ -165,7 +165,7 @@ atexit.register(sys.stderr.write, "earlier handlers run too")
 from partway.runtime import get_rank, init
 from partway.runtime.ranks.watch import watch
 init(backend="gloo")
-watch().ran(1 + get_rank(), "a loss", False)
+watch().ledger("ledger", range(2)).ran(1 + get_rank(), "a loss", False)
 """
 
 
