@@ -439,9 +439,9 @@ def _messages(met: Met, limit: float) -> str:
     )
     dist.init_process_group(
         "nccl" if gpu else "gloo",
-        store=dist.PrefixStore("group", met.store),
+        store=dist.PrefixStore("group", met.store),  # type: ignore[attr-defined]
         rank=rank,
-        world_size=size,  # type: ignore[attr-defined]
+        world_size=size,
         timeout=timedelta(seconds=limit),
     )
     try:
