@@ -88,9 +88,15 @@ def _class_terms_formula(
 
 
 def _class_terms_backward_formula(
-    total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None,
-    bounds: list[int], ignored: int,
-) -> Tensor:  # fmt: skip
+    total: Tensor,
+    picked: Tensor,
+    x: Tensor,
+    maximum: Tensor,
+    target: Tensor,
+    position: Tensor | None,
+    bounds: list[int],
+    ignored: int,
+) -> Tensor:
     own, inside, padding = _own_formula(x, target, position, bounds, ignored)
     chosen = _classes(x) == own.unsqueeze(1)
     slopes = (x.to(total.dtype) - maximum.unsqueeze(1)).exp() * total.unsqueeze(1)

@@ -14,11 +14,17 @@ written_forms: dict[Any, Callable[..., Any]] = {}  # forms of operators that can
 
 
 def define(
-    schema: str, kernel: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None, *,
-    backward: Callable[..., Any] | None = None, keep: Callable[..., None] | None = None,
-    composite: bool = False, formula: Callable[..., Any] | None = None,
-    written: Callable[..., Any] | None = None, tags: Sequence[torch.Tag] = (),
-) -> Any:  # fmt: skip
+    schema: str,
+    kernel: Callable[..., Any] | None = None,
+    fake: Callable[..., Any] | None = None,
+    *,
+    backward: Callable[..., Any] | None = None,
+    keep: Callable[..., None] | None = None,
+    composite: bool = False,
+    formula: Callable[..., Any] | None = None,
+    written: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
     """Define the operator `partway::<schema>`, and return its overload, `torch.ops.partway.<name>.default`.
 
     schema      "name(Tensor x, int count) -> Tensor"
