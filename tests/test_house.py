@@ -353,3 +353,8 @@ def test_few_calls_keep_a_layout_of_their_own() -> None:
         module for module, path in MODULES.items() for line in path.read_text().splitlines() if "# fmt: skip" in line
     ]
     assert len(kept) <= 60, Counter(kept).most_common(5)
+
+
+def test_a_room_has_at_most_16_modules() -> None:
+    rooms = Counter(module.rpartition("/")[0] for module in MODULES)
+    assert [room for room, modules in rooms.items() if modules > 16] == []
