@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..strategy.basics.choice import Choice
-from ..strategy.errors import RuntimeStateError
+from ..strategy.errors import RuntimeStateError, StrategyError
 from .executors.couriers import Courier, Route
 from .step import CompiledStep
 from .tensors.parameters import gradient_of
@@ -82,6 +82,8 @@ class Stage:
     given      the tensors of a microbatch, in the order of the program's inputs; None for inputs from another stage
     links      from its results to other stages, and from other stages to its inputs
     tangents   of a microbatch: those of the results that it differentiates and that have no link, in their order
+
+    Raises StrategyError if a result or an input has two links.
     """
 
     def __init__(
@@ -96,6 +98,12 @@ class Stage:
         self.number, self.step, self._given, self._courier, self._tangents = number, step, given, courier, tangents
         self._into = {link.input: link for link in links if link.target == number}
         self._out = {link.output: link for link in links if link.source == number}
+        touching = [link for link in links if number in (link.source, link.target)]
+        if len(self._into) + len(self._out) != len(touching):
+            names = ", ".join(link.forward.name for link in touching)
+            raise StrategyError(
+                f"stage {number} has two links of one result or input ({names}); return the result once for each stage"
+            )
         self._device = next(tensor.device for tensor in given(0) if tensor is not None)
         self._received: dict[tuple[Route, int], Any] = {}
         self._results: dict[int, list[Any]] = {}
@@ -123,8 +131,7 @@ class Stage:
         return self.step.executor.leave(self._results[microbatch], self.step.results, shared)
 
     def gradients(self) -> dict[int, Tensor]:
-        """The gradients, summed over the microbatches, by the place of the input; those of parameters as `primals`
-        take them."""
+        """The gradients, summed over the microbatches, by the place of the input; of a DTensor it is one, too."""
         backward, given = self.step.backward, self._given(0)
         where = [k for k, place in enumerate(backward.places) if place in self._sums]
         values = self.step.executor.unpack([part for k in where for part in self._sums[backward.places[k]]])
@@ -137,13 +144,12 @@ class Stage:
         return found
 
     def _routes(self, action: Action, receiving: bool) -> list[Route]:
-        """The routes of the values that an action sends or receives."""
+        """The routes of the values that an action sends or receives: results to later stages, gradients to earlier."""
         assert action.peer is not None
-        if (action.peer < self.number) is receiving:  # results
-            links = self._into if receiving else self._out
-            return [link.forward for link in links.values() if action.peer in (link.source, link.target)]
-        links = self._out if receiving else self._into
-        return [link.backward for link in links.values() if action.peer in (link.source, link.target)]
+        earlier = action.peer < self.number
+        links = (self._into if earlier else self._out).values()
+        linked = [link for link in links if action.peer == (link.source if earlier else link.target)]
+        return [link.forward if earlier is receiving else link.backward for link in linked]
 
     def _forward(self, action: Action) -> None:
         step, n = self.step, action.microbatch

@@ -41,19 +41,17 @@ class Mesh:
             raise StrategyError(f"a mesh of sizes {shown(tuple(axes.values()))} has more than {MOST_DEVICES:,} devices")
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "sizes", tuple(axes.values()))
-        object.__setattr__(self, "ranks", self._checked(ranks))
+        object.__setattr__(self, "ranks", range(self.device_num))
+        if ranks is not None:
+            object.__setattr__(self, "ranks", self._checked(ranks))
 
-    def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
-        world = range(math.prod(self.sizes))
-        if ranks is None:
-            return world
+    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
         given = ranks if isinstance(ranks, list | tuple | range) else ()
         counted = {rank for rank in given if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0}
-        if len(given) != len(world) or list(given) != sorted(counted):  # process groups have their ranks in this order
-            sizes = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+        if len(given) != self.device_num or list(given) != sorted(counted):  # as process groups have their ranks
             raise StrategyError(
-                f"the mesh {sizes} has {len(world)} devices, and its ranks are {shown(ranks)}; name as many ranks of "
-                "the job, each once, in ascending order"
+                f"the mesh {self} has {self.device_num} devices, and its ranks are {shown(ranks)}; name as many ranks "
+                "of the job, each once, in ascending order"
             )
         return tuple(given)
 

@@ -54,13 +54,17 @@ def _transfers(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterat
         holders.setdefault(held, []).append(rank)
     for rank in range(target.mesh.device_num):
         wanted, process = target.slices(shape, rank), target.mesh.ranks[rank]
-        for held, ranks in holders.items():
-            block = tuple(
-                slice(max(s.start, start), min(s.stop, stop)) for s, (start, stop) in zip(wanted, held, strict=True)
-            )
-            if all(s.start < s.stop for s in block):
+        for ranks in holders.values():
+            block = common_part(wanted, source.slices(shape, ranks[0]))
+            if block is not None:
                 own = next((each for each in ranks if source.mesh.ranks[each] == process), None)
                 yield Transfer(ranks[rank % len(ranks)] if own is None else own, rank, block)
+
+
+def common_part(one: Block, other: Block) -> Block | None:
+    """The intersection of two parts of a tensor; None if it is empty."""
+    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return None if any(s.stop <= s.start for s in common) else common
 
 
 def within(block: Block, part: Block) -> Block:

@@ -21,7 +21,6 @@ from partway.checkpoints.rank_files import (
     Note,
     RankFile,
     SavedRanks,
-    common_part,
     holders,
     shape_of,
     slices_of,
@@ -43,6 +42,7 @@ from partway.runtime.launching.process import get_group_size, get_rank, launched
 from partway.runtime.ranks.agreement import Fact, agreement
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
+from partway.strategy.transfer import common_part
 
 Filename = str | os.PathLike[str]
 

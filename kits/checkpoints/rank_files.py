@@ -30,6 +30,7 @@ from partway.propagation.plan.plan import Plan
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.basics.files import FOREIGN, first_problem, json_of, replacing
 from partway.strategy.errors import shown
+from partway.strategy.transfer import common_part, within
 
 _NOTE = "partway"  # its name in a file's header
 
@@ -184,9 +185,7 @@ class SavedRanks:
         layout = self.layouts.get(name)
         for rank, own in holders(layout, shape):
             if rank in self._opened and (common := common_part(own, wanted)) is not None:
-                there = tuple(slice(c.start - o.start, c.stop - o.start) for c, o in zip(common, own, strict=True))
-                here = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, wanted, strict=True))
-                self._opened[rank].read(name, there, into[here])
+                self._opened[rank].read(name, within(common, own), into[within(common, wanted)])
 
     def _own(self, name: str, shape: tuple[int, ...], rank: int) -> Slices:
         return slices_of(self.strategy, name, shape, rank)
@@ -315,9 +314,3 @@ def holders(layout: Layout | None, shape: tuple[int, ...]) -> Iterator[tuple[int
         if (key := tuple((s.start, s.stop) for s in own)) not in seen:
             seen.add(key)
             yield rank, own
-
-
-def common_part(one: Slices, other: Slices) -> Slices | None:
-    """The intersection of two parts of a tensor; None if it is empty."""
-    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
-    return None if any(s.stop <= s.start for s in common) else common

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ class Pipeline:
         ]
         self.steps = {n: step_of(self.compiled[n], executor(meshes[n]) if n in numbers else Simulator(meshes[n]))
                       for n in range(2)}  # fmt: skip
-        self.link = StageLink.of(self.steps, 0, 0, 1, self.place(1, "x"))
+        self.links = [StageLink.of(self.steps, 0, 0, 1, self.place(1, "x"))]
 
     def place(self, stage: int, name: str) -> int:
         return [placed.port.name for placed in self.compiled[stage].local.inputs].index(name)
@@ -107,7 +108,7 @@ class Pipeline:
     def stage(self, n: int, courier: Any, cut: Callable[..., Tensor] = lambda tensor, layout: tensor) -> Stage:
         ones = (torch.ones((), dtype=torch.float64),)
         return Stage(
-            n, self.steps[n], lambda k: self.given(n, k, cut), [self.link], courier, lambda k: ones if n else ()
+            n, self.steps[n], lambda k: self.given(n, k, cut), self.links, courier, lambda k: ones if n else ()
         )
 
 
@@ -184,7 +185,7 @@ def test_stages_that_wait_for_each_other_are_told() -> None:
 
 def test_a_value_is_the_same_on_the_other_mesh() -> None:
     pipeline = Pipeline((pw.Mesh({"tp": 2}), pw.Mesh({"dp": 2})), Simulator, (0, 1))
-    courier, route = InProcess(), pipeline.link.forward
+    courier, route = InProcess(), pipeline.links[0].forward
     x = batch(0)[0]
     parts = [x[route.source.slices(route.shape, rank)] for rank in range(2)]
     assert not courier.ready(route, 1)
@@ -193,3 +194,12 @@ def test_a_value_is_the_same_on_the_other_mesh() -> None:
     assert not courier.ready(route, 0)
     assert torch.equal(join(courier.receive(route, 1, x.device), route.target, route.shape), x)
     assert not courier.ready(route, 1)
+
+
+def test_a_result_that_two_links_take_is_refused() -> None:
+    pipeline = Pipeline((pw.Mesh({"tp": 2}), pw.Mesh({"dp": 2})), Simulator, (0, 1))
+    pipeline.links = [pipeline.links[0], replace(pipeline.links[0], target=2)]
+    with pytest.raises(
+        pw.StrategyError, match="stage 0 has two links of one result or input .*; return the result once"
+    ):
+        pipeline.stage(0, InProcess())

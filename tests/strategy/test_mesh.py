@@ -126,3 +126,26 @@ def test_a_rank_off_the_mesh_is_rejected():
 def test_a_wrong_device_num_is_rejected(device_num):
     with pytest.raises(StrategyError, match="it must be an int of 1 or more"):
         Mesh.flat(device_num)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 0), (3, 2), (-1, 0), (0, True), ("0", "1"), "01", 2], ids=str)
+def test_ranks_of_a_part_of_a_job_are_one_for_each_device_and_ascend(ranks):
+    with pytest.raises(StrategyError) as error:
+        Mesh({"tp": 2}, ranks)
+    assert str(error.value) == (
+        f"the mesh tp=2 has 2 devices, and its ranks are {ranks!r}; name as many ranks of the job, each once, in "
+        "ascending order"
+    )
+
+
+def test_a_part_of_a_job_has_ranks_of_its_own_and_of_the_job():
+    part = Mesh({"dp": 2, "tp": 2}, ranks=[2, 3, 6, 7])
+    assert part.is_part
+    assert not Mesh({"dp": 2, "tp": 2}).is_part
+    assert part != Mesh({"dp": 2, "tp": 2})
+    assert (part.own_rank(6), part.processes(6, "tp"), part.processes(6, "dp")) == (2, (6, 7), (2, 6))
+    assert eval(repr(part)) == part
+    with pytest.raises(
+        StrategyError, match=r"rank 4 of the job is not on the mesh dp=2, tp=2 on ranks 2, 3, 6, 7; let"
+    ):
+        part.own_rank(4)
