@@ -199,7 +199,5 @@ def test_a_value_is_the_same_on_the_other_mesh() -> None:
 def test_a_result_that_two_links_take_is_refused() -> None:
     pipeline = Pipeline((pw.Mesh({"tp": 2}), pw.Mesh({"dp": 2})), Simulator, (0, 1))
     pipeline.links = [pipeline.links[0], replace(pipeline.links[0], target=2)]
-    with pytest.raises(
-        pw.StrategyError, match="stage 0 has two links of one result or input .*; return the result once"
-    ):
+    with pytest.raises(pw.StrategyError, match="stage 0 has two links of one result or input"):
         pipeline.stage(0, InProcess())
