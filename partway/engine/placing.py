@@ -23,10 +23,10 @@ from partway.options.context import current_algo
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
-from partway.propagation.program.local_program import PlacedPort
+from partway.propagation.program.program import PlacedPort
 from partway.requests.dtensors import drop_hooks, is_dtensor, noted, plain, whole
 from partway.requests.request import Request
-from partway.runtime.code.loaded import Executor
+from partway.runtime.code.loaded_graph import Executor
 from partway.runtime.executors.one_device import OneDevice
 from partway.runtime.executors.simulate import Simulator
 from partway.runtime.launching.process import get_group_size, get_rank, init, launched
