@@ -1,7 +1,7 @@
 """A step as a list of actions: the work of each stage of a program, in order, with the microbatch of each action.
 
-A stage is a program on a mesh of its own. With one stage and one microbatch the list is `STEP`: the forward, and then the
-backward, which autograd calls by itself (`loaded.py`). Two stages, two microbatches:
+A stage is a program on a mesh of its own. With one stage and one microbatch the list is `STEP`: the forward, and then
+the backward, which autograd calls by itself (`loaded.py`). Two stages, two microbatches:
 
     stage 0   forward 0   send 0 to 1   forward 1   send 1 to 1   receive 0 from 1   backward 0   ...
     stage 1   receive 0 from 0   forward 0   backward 0   send 0 to 0   receive 1 from 0   forward 1   ...

@@ -137,8 +137,8 @@ class Loaded:
 
     def derived(self, asked: Wanted) -> tuple[tuple[int, ...], Loaded]:
         """A program with gradients that can be differentiated again, for tangents of the outputs `asked`. Returns the
-        positions of the inputs with gradients, and the program from the inputs and the tangents to the outputs and those
-        gradients."""
+        positions of the inputs with gradients, and the program from the inputs and the tangents to the outputs and
+        those gradients."""
         if asked not in self._derived:
             first = self.differentiate(self.program, asked)
             program = gradient_program(first)

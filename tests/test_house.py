@@ -30,7 +30,6 @@ propagation/plan/test_plan_files.py              propagation/plan: forms
 propagation/minsum/test_eliminate.py             propagation/minsum: found
 api/compiler/test_captures.py                    propagation/plan: stored_graph
 runtime/test_step.py                             runtime/ranks: doing
-runtime/test_step.py                             runtime/code: loaded
 runtime/test_step.py                             runtime: random_state
 models/test_accumulation.py                      runtime/executors: waiting
 models/test_accumulation.py                      propagation/program: accumulate

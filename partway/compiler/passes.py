@@ -3,9 +3,9 @@
     annotate ─▶ formulate ─▶ search ─▶ lower ─▶ make_plan      differentiate ─▶ recompute ─▶ ... ─▶ separate ─▶ fuse
     └──────────────────── PLANNING ──────────────────────┘     └────────────────── PROGRAM ───────────────┘
 
-A pass is a row of one of two tables, `PLANNING` and `PROGRAM`. It reads a draft, which is frozen, and makes one printable
-value; the next pass reads the draft with that value. A pass depends only on its draft, so equal drafts make equal
-plans. Observers (`verified`, `timed`) wrap each pass: see `Around`.
+A pass is a row of one of two tables, `PLANNING` and `PROGRAM`. It reads a draft, which is frozen, and makes one
+printable value; the next pass reads the draft with that value. A pass depends only on its draft, so equal drafts make
+equal plans. Observers (`verified`, `timed`) wrap each pass: see `Around`.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ PLANNING = (*ANNOTATING, *SEARCHING, *LOWERING)
 
 
 def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around = applied) -> Draft:
-    """The draft with a plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError if annotations cannot be satisfied,
-    or memory does not suffice."""
+    """The draft with a plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError if annotations cannot
+    be satisfied, or memory does not suffice."""
     with uncollected():
         return lowered(search_on_mesh(inputs, mesh, math.inf, around), around)
 

@@ -2,7 +2,8 @@
 share nothing.
 
 PyTorch has a node for each operator, so that a gradient of one output runs, and frees, only the operators that lead to
-it. A call of a program is one node for them all, and does the same with a backward for each set of outputs that is asked for.
+it. A call of a program is one node for them all, and does the same with a backward for each set of outputs that is
+asked for.
 """
 
 from __future__ import annotations

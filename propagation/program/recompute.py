@@ -192,7 +192,7 @@ def _conversion_kind(node: fx.Node) -> Kind:
 
 
 def checkpointed(program: Program) -> frozenset[fx.Node]:
-    """The nodes that the forward of `program` computes inside calls of torch.utils.checkpoint, except those that are kept:
+    """The nodes of the forward of `program` inside calls of torch.utils.checkpoint, except those that are kept:
 
     what others read     the results of a region, which other regions start from
     random numbers       those of torch's generator, and values computed from them alone: drawing again would give
@@ -216,9 +216,9 @@ def checkpointed(program: Program) -> frozenset[fx.Node]:
 
 
 def within_others(program: Program) -> tuple[Program, frozenset[fx.Node]]:
-    """`program` with each saved slice cut out of a window or a whole that is saved too, and the nodes that cut it out. (A
-    ReLU's result is kept for its own backward, and the window made from it for that of the next convolution; the sum of
-    squares of a norm needs a slice of its operand, and its product the whole.) The slice then has the strides of the
+    """`program` with each saved slice cut out of a window or a whole that is saved too, and the nodes that cut it out.
+    (A ReLU's result is kept for its own backward, and the window made from it for that of the next convolution; the sum
+    of squares of a norm needs a slice of its operand, and its product the whole.) The slice then has the strides of the
     other, and is copied if not only elementwise operators read it."""
     if program.backward is None:
         return program, frozenset()

@@ -19,8 +19,8 @@ from .slices import Placed
 
 
 def written_in_place(program: Program, graph: fx.Graph) -> Mapping[int, int]:
-    """Map the outputs of `program` that are inputs written in place, by place, to the places of these inputs. `graph` is
-    the forward, which returns only results and nothing for a backward."""
+    """Map the outputs of `program` that are inputs written in place, by place, to the places of these inputs. `graph`
+    is the forward, which returns only results and nothing for a backward."""
     inputs = {p.port.name: i for i, p in enumerate(program.inputs) if p.port.role is Role.INPUT}
     placeholders, returned = graph.find_nodes(op="placeholder"), returned_by(graph)
     memory = [memory_of(node) if isinstance(node, fx.Node) else None for node in returned]

@@ -140,7 +140,6 @@ def test_the_plan_without_a_collective_is_that_of_brute_force(lab):
     x = torch.randn(4, 6, requires_grad=True)
     problem = lab.problem_of(rows, (x,), lab.LINE, {"x": ((split,), "by hand")})
     solution = dynamic_programming(problem)
-    profile = problem.settings.profile
     costs = costs_of(problem)
     plans = sorted(
         (cost, choice)
