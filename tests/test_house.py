@@ -29,8 +29,8 @@ COVERED = """
 propagation/plan/test_plan_files.py              propagation/plan: forms
 propagation/minsum/test_eliminate.py             propagation/minsum: found
 api/compiler/test_captures.py                    propagation/plan: stored_graph
-runtime/test_step.py                             runtime/ranks: doing
-runtime/test_step.py                             runtime: random_state
+runtime/test_loaded.py                           runtime/ranks: doing
+runtime/test_loaded.py                           runtime: random_state
 models/test_accumulation.py                      runtime/executors: waiting
 models/test_accumulation.py                      propagation/program: accumulate
 runtime/test_actions.py                          runtime/executors: couriers
