@@ -41,7 +41,7 @@ runtime/tensors/test_replaced.py                 runtime/tensors: tracked
 runtime/ranks/test_watch.py                      runtime/ranks: world
 api/test_bad_input.py                            partway/requests: request shardable
 api/test_bad_input.py                            partway/annotations: argument_names statements
-api/options/test_context.py                      partway/options: algo base fields in_force parallel refusals
+api/options/test_context.py                      partway/options: algo base fields parallel refusals
 ecosystem/test_one_behaviour.py                  partway/engine: state_dicts
 ecosystem/test_around.py                         runtime/tensors: split_operators
 kits/operator/test_kubernetes_outages.py         kits/operator: lease
@@ -107,7 +107,7 @@ propagation/rules/test_table.py                  propagation/rules/tensors: alon
 propagation/rules/test_table.py                  propagation/rules: builder dims row
 propagation/rules/test_table.py                  propagation/rules/layers: embedding_bag pools
 runtime/executors/test_simulate.py               propagation/ops: collectives
-runtime/executors/test_simulate.py               runtime/code: assemble slices
+runtime/executors/test_simulate.py               runtime/code: assemble
 models/test_given_plans.py                       propagation/plan: replay
 api/reuse/test_cache.py                          propagation/plan: stored
 propagation/plan/test_data.py                    propagation/plan: plan

@@ -47,7 +47,7 @@ class Runner:
         self.state, self.own = compiled.state, own
         graph = compiled.graph
         self.nodes = len(graph.nodes) + (4 if graph.differentiable else 2) * len(compiled.local.lowered.graph.nodes)
-        self.asked = graph.asked
+        self.asked, self._counts = graph.asked, graph.counts
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
         self._has_effects = bool(self._assumed or compiled.effects.writes)
         self._result, self._effects = graph.result, graph.left
@@ -132,7 +132,7 @@ class Runner:
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether this can run a call with these changing numbers, the last of its tensors."""
-        counts = self.compiled.graph.counts
+        counts = self._counts
         return counts is None or counts.hold([int(tensor) for tensor in tensors[len(tensors) - counts.count :]])
 
     def load(self) -> Loaded:
