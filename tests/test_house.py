@@ -299,8 +299,8 @@ also = functools.cache(print)
 
 
 def test_an_object_changes_its_class_in_few_places() -> None:
-    """Where users hold the object already: a module that is sharded, a parameter that is replaced, a DTensor of theirs,
-    a hook of torch.nn.utils."""
+    """Where users hold the object already: a module that is sharded, a parameter that is replaced, a DTensor of
+    theirs."""
     places = [
         module
         for module, path in state.CORE.items()
@@ -309,7 +309,6 @@ def test_an_object_changes_its_class_in_few_places() -> None:
     ]
     assert sorted(places) == [
         "partway/sharding.py",
-        "propagation/capture/hooks/resting_hooks.py",
         "runtime/tensors/replaced.py",
         "runtime/tensors/split_tensor.py",
     ]
