@@ -173,7 +173,7 @@ def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Found:
     """Find the minimum by min-sum elimination: `dynamic_programming` on numbers.
 
     Tables computed from the same arrays in the same way are computed once, so that a repeated block costs one block and
-    the logarithm of the number of repetitions. """
+    the logarithm of the number of repetitions."""
     return eliminate_in(costs, elimination_order(costs, table_limit))
 
 
