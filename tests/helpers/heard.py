@@ -4,7 +4,7 @@ import logging
 
 
 class Heard(logging.Handler):
-    """What Partway logs."""
+    """Collects Partway's log messages."""
 
     def __init__(self):
         super().__init__()

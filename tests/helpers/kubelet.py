@@ -28,7 +28,8 @@ GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Kubelet:
-    """The node. `logs`: a folder for what processes say, NAMESPACE.POD.log, which grows with each that has the name."""
+    """The node. `logs`: a folder for the output of processes, in NAMESPACE.POD.log, to which all pods of a name
+    append."""
 
     def __init__(self, logs: Path) -> None:
         self._api, self._logs = client.CoreV1Api(), logs
@@ -36,7 +37,7 @@ class Kubelet:
         self._seen: set[str] = set()
 
     def run(self) -> None:
-        """Watch pods, for ever; the API server may come and go."""
+        """Watch pods forever, also if the API server is temporarily unreachable."""
         while True:
             try:
                 for event in watch.Watch().stream(self._api.list_pod_for_all_namespaces, timeout_seconds=30):
@@ -126,7 +127,7 @@ class Kubelet:
             )  # fmt: skip
 
     def _clear(self, uid: str) -> None:
-        """End what the process of a pod has started: nothing outlives it in a container."""
+        """End the processes that a pod's process has started: none of them would outlive a container."""
         mark = f"PARTWAY_READY_FILE={self._logs / uid}.ready".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():

@@ -27,7 +27,7 @@ CYCLES = 3_000_000  # of a GPU: 1.5 to 2 ms
 
 
 class Late:
-    """The work of a collective that has not begun."""
+    """The work of a collective that has not started."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin, self._over = begin, False
@@ -44,7 +44,7 @@ class Late:
 
 @contextlib.contextmanager
 def late(counts: list[int]) -> Iterator[None]:
-    """Within it, collectives are late. `counts[0]` is how many were."""
+    """Make collectives late inside the block. `counts[0]` is the number of late ones."""
     turns = itertools.count(dist.get_rank())
     found = [(issue, "all_gather"), (issue, "reduce_scatter"), (gather, "all_gather")]
     found += [(dist, "all_reduce"), (dist, "all_to_all_single")]
@@ -73,7 +73,8 @@ def late(counts: list[int]) -> Iterator[None]:
 
 
 def held_up(begin: Callable[[], Any], turn: int) -> Any:
-    """What `begin` gives, with a long kernel before it on this rank or on the other, and after it on that other."""
+    """The result of `begin`, with a long kernel before it on this or the other rank, and one after it on the other
+    rank."""
     if turn % 2:
         torch.cuda._sleep(CYCLES)
     work = begin()

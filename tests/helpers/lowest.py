@@ -15,7 +15,7 @@ LOWEST_TOO = ("fastapi", "kubernetes")
 
 
 def lowest(project: dict[str, Any]) -> dict[str, str]:
-    """The lower bound of every dependency that the package or its extras `data` and `ssl` import."""
+    """The lowest allowed version of every dependency that the package or its extras `data` and `ssl` import."""
     bounds = {}
     optional = project["optional-dependencies"]
     others = [each for extra in optional.values() for each in extra if each.startswith(LOWEST_TOO) and ">=" in each]
@@ -28,7 +28,7 @@ def lowest(project: dict[str, Any]) -> dict[str, str]:
 
 
 def constraints(project: dict[str, Any], exact: str) -> Iterator[str]:
-    """The lines of constraints.txt that still hold, and the lowest versions."""
+    """The lines of constraints.txt for other packages, and the lowest versions."""
     bounds = lowest(project)
     for line in exact.splitlines():
         name, found, _ = line.partition("==")
