@@ -1,4 +1,4 @@
-"""How each test starts, here and on a rank."""
+"""The state in which each test starts, here and on a rank."""
 
 import os
 import sys

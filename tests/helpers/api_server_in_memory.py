@@ -1,7 +1,7 @@
-"""An API server of Kubernetes in this process, over HTTP: enough for the operator to list, watch and write.
+"""A Kubernetes API server in this process, over HTTP, with the lists, watches and writes that the operator needs.
 
-Not here: schemas, RBAC, admission. Objects outlive `stop` and `start`, as etcd's do; a job's go with it, as garbage
-collection has it. A real one is in kubernetes_server.py.
+It has no schemas, RBAC or admission. Objects survive `stop` and `start`, as in etcd, and a job's objects are deleted
+with it, as by the garbage collector. kubernetes_server.py starts a real server.
 """
 
 from __future__ import annotations

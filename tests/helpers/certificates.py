@@ -1,4 +1,4 @@
-"""An authority that signs certificates, in files, for tests."""
+"""A certificate authority for tests, which writes its certificates to files."""
 
 from __future__ import annotations
 

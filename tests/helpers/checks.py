@@ -1,4 +1,4 @@
-"""When two runs count as equal."""
+"""Whether two runs count as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each collective of `partway.ops` as the program of one rank, and as a formula over what all ranks of a group have."""
+"""Each collective of `partway.ops` as the program of one rank, and as a formula over the values of all ranks of a
+group."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def program(case: Case, group: Any) -> Callable[[Tensor], Tensor]:
 
 
 def derivatives(y: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of sum(y w) with respect to x, and those of half the square of these."""
+    """The derivative of sum(y w) with respect to x, and the derivative of half its square."""
     (first,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum() / 2, x)
     return first.detach(), second

@@ -54,7 +54,7 @@ def keeper(secret: bytes) -> Iterator[tuple[subprocess.Popen[str], tuple[str, in
 
 @contextmanager
 def flood(kind: str, port: int) -> Iterator[subprocess.Popen[str]]:
-    """Run the flood once it has made more connections than a door holds; it prints a line for each 500."""
+    """A running flood that has already made more connections than a door holds; it prints a line for each 500."""
     with _running(FLOOD, kind, str(port)) as process:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 1000:

@@ -1,4 +1,4 @@
-"""What tests of expansions share: the graph of a function computes what the function does."""
+"""Checks for tests of expansions: the captured graph of a function gives the results of the function."""
 
 import copy
 

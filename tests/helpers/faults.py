@@ -1,7 +1,7 @@
-"""A job of two workers that something happens to: what becomes of it, and how soon.
+"""A job of two workers in which a fault occurs: its outcome, and the time that it takes.
 
-The script trains with `pw.Resume` over a shuffled loader, with dropout, in float64, and writes each loss down. What is
-to happen in the script stands in the file `fault`; what happens from outside, happens when rank 0 has done step 12.
+The script trains with `pw.Resume` over a shuffled loader, with dropout, in float64, and records each loss. The file
+`fault` has the fault that occurs in the script. A fault from outside occurs after rank 0 has done step 12.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Programs of one rank as people write them, a GPT that has them as manual functions, and the same on one device."""
+"""Manual programs of one rank as users write them, a GPT with them as manual functions, and the same GPT on one
+device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Partway logs, in tests."""
+"""Partway's log messages, for tests."""
 
 import logging
 

@@ -1,12 +1,12 @@
-"""A stand-in for a node of Kubernetes: it binds pending pods to the node "local" and runs the command of each pod's
-first container as a process of this machine.
+"""A stand-in for a Kubernetes node: it binds pending pods to the node "local", and runs the command of each pod's first
+container as a process of this machine.
 
-    python kubelet.py KUBECONFIG LOG_FOLDER
+python kubelet.py KUBECONFIG LOG_FOLDER
 
-It shows the API server what a kubelet does (binding, phase, status with exit code, readiness, deletion), and does
-nothing of what isolates pods: neither images nor volumes nor networks. There is no cluster DNS, so that the name of a
-service is 127.0.0.1. What a node does wrong is asked for by images: "missing" is never found, "unready" never gets
-ready, "done" succeeds at once without a process, "done:3" ends with status 3.
+To the API server it behaves like a kubelet (binding, phase, status with exit code, readiness, deletion), but it does
+not isolate pods: it has no images, volumes or networks. There is no cluster DNS, so the name of a service is 127.0.0.1.
+Names of images request failures: "missing" is never found, "unready" never becomes ready, "done" succeeds at once
+without a process, "done:3" ends with status 3.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Collectives that are over as late as they can be, for tests of what happens between issue and wait.
+"""Collectives that finish as late as possible, for tests of the time between issue and wait.
 
-On a GPU a collective runs beside what the host has issued before and after it, on a stream of its own: it may read what
-it sends, and write what it gives, at any moment until it is waited for. `late` makes such moments the worst ones:
+On a GPU a collective runs on its own stream, beside the kernels that the host has issued before and after it: it may
+read its operand and write its result at any moment until it is waited for. `late` makes these the worst moments:
 
-    on a CPU    it reads and writes when it is waited for, and what it gives is rubbish before
-    on a GPU    each rank in turn is held up by a kernel before a collective and by one after it, for longer than the
-                collective takes, so that a rank that did not wait would read what the other has not sent
+    on a CPU    it reads and writes when it is waited for, and its result is garbage before that
+    on a GPU    each rank in turn is delayed by a kernel before a collective and by one after it, for longer than the
+                collective takes, so that a rank that does not wait reads data that the other one has not sent
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Prints the constraints that `make oldest` installs with: those of constraints.txt, but the lowest version that
-pyproject.toml allows of every dependency. It runs before anything is installed."""
+"""Prints the constraints for `make oldest`: those of constraints.txt, with the lowest version of each dependency that
+pyproject.toml allows. It runs before anything is installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Two hosts on one: network namespaces with a cable between them.
+"""Two hosts on one machine: network namespaces connected by a cable.
 
-Each has its own loopback, addresses, ports, firewall and name. What runs in one reaches the other through the cable
-only, which can be cut. The files and the numbers of processes are shared.
+Each has its own loopback, addresses, ports, firewall and name. A process in one namespace reaches the other one only
+through the cable, which can be cut. Files and process ids are shared.
 """
 
 from __future__ import annotations

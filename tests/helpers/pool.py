@@ -1,6 +1,6 @@
-"""A pool of ranks: processes that wait for functions to run, so that all tests of a session share their start.
+"""A pool of ranks: processes that wait for functions to run, so that all tests of a session start them once.
 
-`rank.py` is what each of them runs.
+Each of them runs `rank.py`.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ BUSY = 0.05  # of that time on a CPU, from which on a rank is not one that waits
 
 
 def seconds_of(process):
-    """The CPU seconds of a process; 0 where the system does not say."""
+    """The CPU seconds of a process; 0 if the system does not report them."""
     try:
         user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except OSError:
@@ -31,7 +31,7 @@ def seconds_of(process):
 
 
 class Pool:
-    """`n` processes with one rank each. The rendezvous is a store of this process, so no two pools can meet."""
+    """`n` processes with one rank each. The rendezvous is a store in this process, so two pools cannot meet."""
 
     def __init__(self, n):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -59,7 +59,7 @@ class Pool:
             self.connections.append(ours)
 
     def call(self, function, arguments):
-        """What `function(*arguments)` returns on each rank. Raises AssertionError with what the ranks said."""
+        """The result of `function(*arguments)` on each rank. Raises AssertionError with the ranks' output."""
         asked = pickle.dumps((function.__code__.co_filename, function.__name__, arguments))
         end, used = time.monotonic() + SECONDS, self._used()
         errors, results = {}, {}
@@ -93,7 +93,7 @@ class Pool:
         return [results[rank] for rank in range(len(self.connections))]
 
     def _used(self):
-        """The CPU seconds of the ranks; 0 where the system does not say."""
+        """The CPU seconds of the ranks; 0 if the system does not report them."""
         return sum(map(seconds_of, self.processes))
 
     def _said(self, rank):
@@ -101,7 +101,7 @@ class Pool:
         return self.logs[rank].read()[-2000:]
 
     def is_worn(self):
-        """Whether new ranks cost less than what the process groups of these do while nobody uses them."""
+        """Whether new ranks would cost less than the idle process groups of these."""
         try:
             return len(os.listdir(f"/proc/{self.processes[0].pid}/task")) > THREADS
         except OSError:

@@ -1,8 +1,7 @@
-"""Which tests `make test` runs: those that take up to about a second, and some longer ones that it would be blind
-without.
+"""Which tests `make test` runs: those that take up to about a second, and some longer ones without which it would miss
+a class of faults.
 
-`long.txt` names the others, which `make test-long` runs. Write it anew after a whole run of both, of which pytest wrote
-what each test took:
+`long.txt` lists the others, which `make test-long` runs. To write it, run both with reports of the tests' times:
 
     make test-long ARGS="--junitxml=long.xml"; make test ARGS="--junitxml=test.xml"
     python tests/helpers/tiers.py long.xml test.xml
@@ -40,12 +39,12 @@ KEPT = (
 
 
 def long() -> frozenset[str]:
-    """The tests that `make test` leaves out."""
+    """The tests that `make test` omits."""
     return frozenset(line for line in LONG.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
 
 
 def took(path: str) -> Iterator[tuple[str, float]]:
-    """Each test of a report of pytest, as it names tests, with its seconds."""
+    """The seconds of each test in a report of pytest, by pytest's names of tests."""
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         file = case.get("classname", "").replace(".", "/")
         yield f"{file}.py::{_GROUP.sub('', case.get('name', ''))}", float(case.get("time", 0))
