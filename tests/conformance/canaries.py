@@ -1,15 +1,15 @@
-"""One fault of each class that `make test` must not be blind to, with a test of it that fails.
+"""One fault of each class that `make test` has to detect, with a test that fails with the fault.
 
     make canaries                                                   runs all of them, in about 10 minutes
-    python tests/conformance/canaries.py runtime/ranks/ledger.py    those of the files that are named
+    python tests/conformance/canaries.py runtime/ranks/ledger.py    those in the named files
 
-`make test` leaves out what is long (tests/helpers/tiers.py), so that it may come to miss what the whole of the tests
-would not. Each row of CANARIES is a fault that somebody could make: in a copy of Partway a text is replaced. The test
-that it names has to be one of `make test`, to pass in the copy as it is, and to fail with the fault. Where that test
-has become long, another one takes its place, or it is kept (`KEPT` in tiers.py).
+`make test` omits long tests (tests/helpers/tiers.py), so it could miss faults that all tests together detect. Each row
+of CANARIES is a plausible fault: a text is replaced in a copy of Partway. The named test has to be part of `make test`,
+pass in the unchanged copy, and fail with the fault. If the test becomes long, name another one, or keep it (`KEPT` in
+tiers.py).
 
-There is one row for each class of fault, over the whole compiler. Each mechanism against wrong numbers in silence has a
-row of its own in mutations.py, with a test of any length.
+There is one row for each class of fault in the whole compiler. mutations.py has a row for each mechanism that prevents
+silent wrong results, with tests of any length.
 """
 
 from __future__ import annotations

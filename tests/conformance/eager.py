@@ -1,14 +1,14 @@
-"""PyTorch's own samples of its operators, run eagerly on what is split, on gloo processes, against plain tensors.
+"""PyTorch's samples of its operators, run eagerly on split tensors, on gloo processes, and compared with plain tensors.
 
     python tests/conformance/eager.py                         all entries on 2 and on 4 processes
     python tests/conformance/eager.py --only norm --ranks 2
     python tests/conformance/eager.py --write                 docs/coverage/eager.md
     python tests/conformance/eager.py --device cuda --ranks 2 over NCCL, on one GPU
 
-Of each sample every tensor in turn, and then all of them, is what a script meets around a sharded model: a parameter
-(a leaf that has a gradient), a gradient or a state of an optimizer (without one), or a partial value; each split along
-every dim, evenly and unevenly as its size has it, on 4 processes over two axes. Results, gradients for random
-cotangents, and what operators in place leave behind must be those of one device.
+In each sample every tensor in turn, and then all of them, is a value that a script finds in a sharded model: a
+parameter (a leaf with a gradient), a gradient or a state of an optimizer (without one), or a partial value. Each is
+split along every dim, evenly or unevenly by its size, on 4 processes over two axes. Results, gradients for random
+cotangents, and tensors after operators in place have to equal those of one device.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def name_of(info: Any) -> str:
 
 
 def entries() -> dict[str, Any]:
-    """The entries that take float64, or else float32, by name."""
+    """The entries that take float64, or otherwise float32, by name."""
     from torch.testing._internal.common_methods_invocations import op_db  # imports SciPy, which takes seconds
 
     return {name_of(info): info for info in op_db if not info.dtypes.isdisjoint({torch.float64, torch.float32})}
 
 
 def examine(names: Sequence[str], most: int = SAMPLES) -> list[dict[str, Any]]:
-    """On a rank: what the entries `names` gave."""
+    """On a rank: the results of the entries `names`."""
     from torch.distributed.tensor import DTensor
 
     assert DTensor
@@ -102,14 +102,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cases(info: Any, given: Any, gradient: bool) -> Iterator[tuple[str, str, str]]:
-    """Of a sample, each way in which its tensors are split: what, what became of it, and why."""
+    """For each way to split the tensors of a sample: its name, its status, and the reason."""
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
     leaves, spec = tree_flatten(((given.input, *given.args), dict(given.kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def called(op: Callable[..., Any], values: dict[int, Any]) -> tuple[Any, list[Tensor]]:
-        """The result of a call in which some tensors are others, and their gradients."""
+        """The result of a call with some tensors replaced, and their gradients."""
         own = [values.get(i, _fresh(leaf)) for i, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(own, spec)
         torch.manual_seed(0)
@@ -162,12 +162,12 @@ def _splits(leaves: list[Any], places: list[int], gradient: bool) -> Iterator[tu
 
 
 def _may_be(leaf: Tensor, kind: str, gradient: bool) -> bool:
-    """Whether a tensor may be a parameter, or a partial value."""
+    """Whether a tensor can be a parameter, or a partial value."""
     return {"parameter": gradient and leaf.requires_grad, "partial": leaf.is_floating_point()}.get(kind, True)
 
 
 def _split(leaf: Tensor, dim: int, kind: str) -> Any:
-    """The tensor as a rank of a sharded model has it."""
+    """The tensor as it is on a rank of a sharded model."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -259,7 +259,7 @@ def _difference(found: Any, expected: Any, undefined: bool) -> str | None:
 
 
 def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together: int = 8) -> Iterator[dict[str, Any]]:
-    """The results of `names`, from a pool of `ranks`; what ends a rank is raw."""
+    """The results of `names`, from a pool of `ranks`; an entry that ends a rank is raw."""
     pool = Pool(ranks)
     left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
     while left:

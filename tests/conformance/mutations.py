@@ -1,12 +1,11 @@
-"""Which test fails without which mechanism: of those whose loss would be a wrong number, or a wait without end, in
-silence.
+"""For each mechanism that prevents a silent wrong number or an endless wait, the test that fails without it.
 
     python tests/conformance/mutations.py                       runs all of them, in an hour
-    python tests/conformance/mutations.py runtime/ranks/ledger.py     those of the files that are named
+    python tests/conformance/mutations.py runtime/ranks/ledger.py     those in the named files
     python tests/conformance/mutations.py --write               writes docs/coverage/mutations.md, and runs none
 
-Each row of MUTATIONS takes one mechanism out: in a copy of Partway a text is replaced. The test that it names has to
-pass in the copy as it is, and to fail in what is left.
+Each row of MUTATIONS removes one mechanism: a text is replaced in a copy of Partway. The named test has to pass in the
+unchanged copy, and to fail in the changed one.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Mutation:
     """A mechanism, and the test that fails without it.
 
     words   what the mechanism does
-    file    where it is, by its path in the checkout
-    text    what is replaced, which is once in the file
-    by      what takes its place
+    file    its file, by the path in the checkout
+    text    the text to replace, which occurs once in the file
+    by      the replacement
     test    the test's node id
     """
 
@@ -990,7 +989,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
 
 
 def all_of(files: Sequence[str] = ()) -> list[Mutation]:
-    """Those of some files, or all."""
+    """All mutations in some files, or in all."""
     return [row for rows in MUTATIONS.values() for row in rows if not files or row.file in files]
 
 
@@ -998,7 +997,7 @@ def all_of(files: Sequence[str] = ()) -> list[Mutation]:
 
 
 def source_of(file: str) -> Path:
-    """The file with that path in the checkout; a wheel has it elsewhere."""
+    """The file with that path in the checkout; in a wheel it is elsewhere."""
     return sources()[file]
 
 
@@ -1025,7 +1024,7 @@ def copied() -> Iterator[Path]:
 
 
 def run(tree: Path, tests: Sequence[str], only: str = "") -> tuple[int, str]:
-    """Run tests in a copy, those with the markers `only`. What pytest ends with, and what it says."""
+    """Run tests in a copy, only those with the markers `only`. Return pytest's exit status and output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout", str(SECONDS), "-p", "no:cacheprovider", *tests]
     command += ["-m", only] if only else []
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PARTWAY_CACHE": "0"}
@@ -1036,8 +1035,8 @@ def run(tree: Path, tests: Sequence[str], only: str = "") -> tuple[int, str]:
 
 
 def fails_without(tree: Path, row: Mutation, only: str = "") -> str:
-    """Take a mechanism out of a copy, run its test, and put it back. "" if the test fails, else what happened. `only`:
-    the markers that the test has to have."""
+    """Remove a mechanism from a copy, run its test, and restore it. Return "" if the test fails, and otherwise what
+    happened. `only`: the markers that the test must have."""
     stage, _, inside = row.file.partition("/")
     path = tree / "partway" / (stage if stage in STAGES else "") / inside
     before = path.read_text(encoding="utf-8")
@@ -1055,8 +1054,8 @@ def fails_without(tree: Path, row: Mutation, only: str = "") -> str:
 
 
 def survivors(rows: Sequence[Mutation], only: str = "") -> int:
-    """Try each of `rows` in a copy, and print what came of it: how many no test fails without. `only`: the markers that
-    their tests have to have."""
+    """Try each of `rows` in a copy and print the results. Return the number of those that no test detects. `only`: the
+    markers that their tests must have."""
     found = 0
     with copied() as tree:
         status, said = run(tree, list(dict.fromkeys(row.test for row in rows)), only)

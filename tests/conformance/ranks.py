@@ -1,12 +1,13 @@
-"""What happens where one rank of a launched program differs from the others: who says what, and after how long.
+"""The effects of one rank of a launched program that differs from the others: the error of each rank, and the time
+until it.
 
     python tests/conformance/ranks.py                 all cases; writes docs/coverage/ranks.md
-    python tests/conformance/ranks.py seed annotation the ones that are named
+    python tests/conformance/ranks.py seed annotation only the named ones
 
-Each case is a training script that 2 processes run on gloo with a timeout of 10 s; in it rank 1 does one thing in
-another way. What each rank says is the error that ends it. A rank that is told nothing trains on for MOST steps, and
-all are killed in the end: nothing is found by `shutdown`, or by what a process does when it ends. A rank that says
-nothing has to have the losses of one device: a wrong number without a word is the one thing that must not be.
+Each case is a training script that 2 processes run on gloo with a timeout of 10 s; rank 1 does one thing differently.
+The recorded text of a rank is the error that ends it. A rank without an error trains on for MOST steps, and all are
+killed in the end, so neither `shutdown` nor the end of a process reports anything. A rank without an error has to have
+the losses of one device: a silent wrong number is the one failure that is not allowed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PAUSE = 0.01  # seconds of a step, beside what it computes
 
 
 class Model(nn.Module):
-    """Two layers; the second is split over ranks where `parameter_plan` says so."""
+    """Two layers; the second is split over ranks if `parameter_plan` requests it."""
 
     def __init__(self, width: int = 8, drop: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Model(nn.Module):
 
 
 class Features(Model):
-    """The same, whose loss is computed outside; with a buffer."""
+    """The same without a loss, which is computed outside; with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Features(Model):
 
 @dataclass
 class Script:
-    """One rank's run of the training script. A case changes it where `other` (on rank 1) is true."""
+    """One rank's run of the training script. A case changes it if `other` is true, as on rank 1."""
 
     rank: int
     mark: Callable[[int], None]  # the rank begins to differ, in a step
@@ -94,18 +95,18 @@ class Script:
         return self.rank == 1
 
     def differs(self, step: int) -> bool:
-        """Whether rank 1 is at the step in which it differs; from then on the clock runs."""
+        """Whether rank 1 is at the step in which it differs; the time is measured from then on."""
         if self.other and step == AT:
             self.mark(step)
             return True
         return False
 
     def differs_from(self, step: int) -> bool:
-        """As `differs`, and at each step after it."""
+        """As `differs`, and at each later step."""
         return self.differs(step) or (self.other and step > AT)
 
     def act(self, act: Callable[[Any, Any], Any], model: type[nn.Module] = Model) -> None:
-        """Have rank 1 `act` on the model and its optimizer between the backward and the step of step AT."""
+        """Let rank 1 `act` on the model and its optimizer between the backward and the step of step AT."""
 
         def changes(model: Any, optimizer: Any, step: int) -> None:
             if self.differs(step):
@@ -117,7 +118,7 @@ class Script:
             self.criterion = lambda step, out: out.square().mean()
 
     def run(self, losses: list[float], tell: Callable[[int], None]) -> None:
-        """Train, add to `losses`, and `tell` of each step that begins."""
+        """Train, append to `losses`, and `tell` the number of each step."""
         pw.set_auto_parallel_context(**self.options)
         pw.set_algo_parameters(**self.algo)
         torch.manual_seed(0)
@@ -174,7 +175,8 @@ Change = Callable[[Script], None]
 
 @dataclass(frozen=True)
 class Case:
-    """What differs, in words, and how; `unseen`: why nothing can say so where a tensor lies in parts."""
+    """The difference in words, and the function that causes it; `unseen`: why it cannot be detected if tensors are
+    split."""
 
     words: str
     change: Change
@@ -520,7 +522,7 @@ def gradients_kept(s: Script) -> None:
 
 
 class _Keeps(torch.optim.SGD):
-    """Forgets to zero the gradients once."""
+    """An optimizer that does not zero the gradients once."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.01)
@@ -709,7 +711,7 @@ def slow(s: Script) -> None:
 
 
 def _stop(seconds: float) -> None:
-    """Stop this process, all of its threads, for so long."""
+    """Stop all threads of this process for this long."""
     own = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
@@ -727,7 +729,7 @@ _THEIRS = "(", "OSError: no such shard", "RuntimeError: "  # a person's own, and
 
 @dataclass
 class Said:
-    """How one rank ended: what it raised, its first losses, and how many steps and seconds after the difference."""
+    """The end of a rank: its error, its first losses, and the steps and seconds since the difference."""
 
     rank: int
     text: str = ""
@@ -749,7 +751,7 @@ def examine(names: Sequence[str]) -> Iterator[Found]:
 
 
 def examined(name: str) -> Found:
-    """Run a case, as a launcher does: the store by which the ranks meet is this process's."""
+    """Run a case, as a launcher does: this process hosts the store."""
     _import_all()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
@@ -821,7 +823,7 @@ def _rank(name: str, rank: int, port: int, folder: Path) -> None:
 
 
 def _problems(name: str, said: Sequence[Said]) -> Iterator[str]:
-    """What must not be: a wrong number without a word, a wait that is too long, another's error (but for that of a
+    """The failures: a silent wrong number, a wait that is too long, an error of another library (except that of a
     collective that the script itself calls, on one rank)."""
     spoken = any(each.text and not each.text.startswith("(ends") for each in said)
     right = torch.tensor(_expected(name))
@@ -838,7 +840,7 @@ def _problems(name: str, said: Sequence[Said]) -> Iterator[str]:
 
 
 def _expected(name: str) -> list[float]:
-    """The losses of one device, computed in a process of its own: PyTorch's backward does not survive a fork."""
+    """The losses of one device, computed in another process: PyTorch's backward does not survive a fork."""
     parent, child = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=lambda: child.send(expected(name)))
     process.start()
@@ -848,7 +850,7 @@ def _expected(name: str) -> list[float]:
 
 
 def _import_all() -> None:
-    """What a first call imports, once for all cases."""
+    """Import everything that a first call imports, once for all cases."""
     for module in (
         "torch._dynamo",
         "torch._inductor",
@@ -883,7 +885,7 @@ def page(found: Sequence[Found]) -> str:
 
 
 def _cells(found: Found) -> Iterator[str]:
-    """What each rank said; of one that says what rank 0 did only when."""
+    """The message of each rank; only the time if it is the message of rank 0."""
     said = found.said
     silent = f"nothing: {unseen}" if (unseen := CASES[found.name].unseen) else "the losses of one device"
     for each in said:
@@ -894,7 +896,7 @@ def _cells(found: Found) -> Iterator[str]:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """One thread for each process."""
+    """Use one thread in each process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Each mechanism of mutations.py is where it says, and so is the test that fails without it."""
+"""The text of each mutation of mutations.py occurs in its file, and the test that fails without it exists."""
 
 import mutations
 import pytest

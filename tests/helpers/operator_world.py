@@ -185,7 +185,7 @@ class World:
         self.now += 7.0 * number
 
     def _seen_late(self, number: int) -> None:
-        """The pods as the operator sees them before the end of one and the deletion of another one."""
+        """Run the operator with the pods as they were before one ended and another one was deleted."""
         before = dict(self.pods)
         self._ends(number, 137)
         self._deleted(number)
