@@ -912,16 +912,16 @@ Written by `python tests/conformance/architectures.py --write`; do not edit. tor
 {count} architectures, small (2 layers, width 32, 8 heads, a batch of 8) and random, in training, on 8 simulated
 devices:
 
-| set-up | mesh | what is annotated |
+| set-up | mesh | annotated |
 | --- | --- | --- |
 | batch | 8 | the batch dim of every input |
 | first block | 8 | the matrices of the first block, each along its longer dim; nothing else |
-| 2 x 4 | 2 x 4 | the batch over the one axis, the first block over the other |
+| 2 x 4 | 2 x 4 | the batch over one axis, the first block over the other |
 
-All else is inferred. **Right** is a cell whose loss, every gradient and every other output (caches too) are those of
-one device in float64, to 1e-10. Beside it: how many collectives a step has, and the seconds of the first step on one
-core (capture, planning, differentiation, and the step itself on all 8 ranks in one process). `fallbacks` are operators
-without a rule, which run replicated.
+All other layouts are inferred. A cell is **right** if its loss, every gradient and every other output (also caches)
+equal those of one device in float64, to 1e-10. It also has the number of collectives of a step, and the seconds of the
+first step on one core (capture, planning, differentiation, and the step itself on all 8 ranks in one process).
+`fallbacks` are operators without a rule, which run replicated.
 
 {totals}"""
 

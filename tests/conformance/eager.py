@@ -38,11 +38,11 @@ SAMPLES = 4  # of an entry, evenly spread
 DIMS = 2  # of a tensor that are split
 STATUSES = "right", "refused", "random", "raw", "wrong"
 MEANING = {
-    "right": "the numbers of one device, or the error that PyTorch raises for plain tensors too",
-    "refused": "an error that says what to write instead",
-    "random": "draws numbers, or returns memory as it is; shapes and dtypes are right",
+    "right": "the results of one device, or the error that PyTorch raises for plain tensors too",
+    "refused": "an error that names an alternative",
+    "random": "random numbers or uninitialized memory; shapes and dtypes are right",
     "raw": "another error",
-    "wrong": "other numbers",
+    "wrong": "other results",
 }
 
 
@@ -279,14 +279,14 @@ def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together:
     pool.close()
 
 
-HEAD = """# Operators on what is split
+HEAD = """# Operators on split tensors
 
-Around a sharded model a script meets its parameters, their gradients and states of optimizers, which lie split under a
-launcher. The samples of PyTorch's database of operators (`op_db`) are run here on such tensors, {samples} of each
-entry, on {ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and all at once, is a
-parameter, a gradient, or a partial value, split along up to two of its dims; operators in place, too. Results,
-gradients and what is left behind are compared with plain PyTorch {version}, in float64.
-`python tests/conformance/eager.py --write` writes this page; a slice of it is run by `make test`.
+A script with a sharded model also uses its parameters, their gradients and the states of optimizers, which are split
+under a launcher. Here the samples of PyTorch's database of operators (`op_db`) run on such tensors, {samples} of each
+entry, on {ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and then all of them, is a
+parameter, a gradient, or a partial value, split along up to two of its dims, also for operators in place. Results,
+gradients and written tensors are compared with plain PyTorch {version}, in float64.
+`python tests/conformance/eager.py --write` writes this page; `make test` runs a part of it.
 
 | processes | entries | {statuses} |
 | --: | --: | {rule} |
@@ -295,7 +295,7 @@ gradients and what is left behind are compared with plain PyTorch {version}, in 
 {meanings}
 """
 NOT_RIGHT = """
-What is refused, and why:
+Refused cases, with the first error of each entry:
 
 | entry | processes | cases | the first |
 | --- | --: | --: | --- |

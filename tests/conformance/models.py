@@ -533,15 +533,16 @@ Written by `python tests/conformance/models.py --write`; do not edit. torch {tor
 
 {count} models, small and random, in training, on simulated devices:
 
-| set-up | mesh | what is annotated |
+| set-up | mesh | annotated |
 | --- | --- | --- |
 | batch | 8 | the batch dim of every input (of graphs, the nodes) |
-| 2 x 4 | 2 x 4 | the batch over the one axis; every second matrix over the other, along its longest dim |
-| inside | 4 | the rows of images, the places of sequences, the edges of graphs |
+| 2 x 4 | 2 x 4 | the batch over one axis; every second matrix over the other, along its longest dim |
+| inside | 4 | the rows of images, the positions of sequences, the edges of graphs |
 
-All else is inferred. **Right** is a cell whose loss, outputs, buffers and gradients are those of one device in float64,
-to 1e-10. Beside it: how many collectives a step has, and the seconds of the first step on one core (capture, planning,
-and the step itself on all ranks in one process). `fallbacks` are operators without a rule, which run replicated.
+All other layouts are inferred. A cell is **right** if its loss, outputs, buffers and gradients equal those of one
+device in float64, to 1e-10. It also has the number of collectives of a step, and the seconds of the first step on one
+core (capture, planning, and the step itself on all ranks in one process). `fallbacks` are operators without a rule,
+which run replicated.
 
 {totals}
 """

@@ -682,11 +682,10 @@ def _without_answer(name: str, late: bool, seconds: float) -> Result:
 HEAD = """# Operators
 
 PyTorch describes its operators in a database of samples (`op_db`), which its own tests run. The samples of each entry
-that takes float32 on the CPU are run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
-dim of 2 or 3 elements over 2), and everything else planned; outputs and gradients are compared with plain PyTorch
-{version}. They are {most}, in float64 and in float32; {strided} have operands, and half of these
-gradients, that lie in memory otherwise than new tensors (transposed, channels last, expanded, slices with and without
-steps).
+that takes float32 on the CPU run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
+dim of 2 or 3 elements over 2), and all other layouts planned. Outputs and gradients are compared with plain PyTorch
+{version}. The samples are {most}, in float64 and in float32; {strided} have strided operands,
+and half of these strided gradients (transposed, channels last, expanded, slices with and without steps).
 `python tests/conformance/operators.py --write` writes this page, `make conformance` checks it.
 
 | status | entries | |
@@ -694,9 +693,9 @@ steps).
 {totals}
 | all | {count} | {samples} samples, {splits} splits, {kept} of which some operator computes on parts |
 
-An entry has the worst status of its samples. Those that torch.export makes no static graph of are left out: the
-second number of *samples* has them, and *why* the reason. *kept*: in how many of the splits an operator computes on
-parts. (Where only a dim that an operator works along is split, it is gathered, and not every size can be cut evenly.)
+An entry has the worst status of its samples. Samples without a static graph in torch.export are omitted: the second
+number of *samples* counts them, and *why* has the reason. *kept* is the number of splits in which an operator computes
+on parts. (If only a dim is split that an operator cannot split, it is gathered, and some sizes cannot be cut evenly.)
 
 | entry | status | samples | splits | kept | without a rule, or why |
 | --- | --- | --: | --: | --: | --- |
@@ -705,9 +704,9 @@ parts. (Where only a dim that an operator works along is split, it is gathered, 
 OTHERS = """
 ## Other runs
 
-What other options of that program gave. Strided operands lie in memory otherwise than new tensors, and then every
-value of every rank is compared with what was traced for it, strides included. `--ranks one` splits a dim over as many
-ranks as it has elements, `--ranks none` over one more, so that the last rank has none.
+The results of other options of the same program. With strided operands every value of every rank is also compared with
+its trace, strides included. `--ranks one` splits a dim over as many ranks as it has elements, `--ranks none` over one
+more, so the last rank has none.
 
 | options | entries | samples | splits | kept | wrong |
 | --- | --: | --: | --: | --: | --: |
@@ -720,7 +719,7 @@ def page(results: Sequence[Result], most: int | None) -> str:
     totals = [f"| {status.value} | {counts[status]} | {MEANING[status]} |" for status in Status]
     return HEAD.format(
         ranks=RANKS,
-        most="all that there are" if most is None else f"at most {most} of an entry, evenly spread",
+        most="all of an entry's" if most is None else f"at most {most} of an entry, evenly spread",
         version=".".join(torch.__version__.split(".")[:2]),
         totals="\n".join(totals),
         count=len(results),
