@@ -645,7 +645,7 @@ def _doubled(given: Any) -> Any:
 def in_double(model: nn.Module) -> nn.Module:
     """The same model, with a forward that stays in float64."""
     for module in model.modules():
-        if vars(module).get("dtype") is torch.float32:  # what a router computes in
+        if vars(module).get("dtype") is torch.float32:  # the dtype of a router
             module.dtype = torch.float64
     kind: Any = type(model)
 

@@ -11,7 +11,7 @@ def arguments(description: str | None, results: Path) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--write", action="store_true", help="write the page of all results")
-    parser.add_argument("--fresh", action="store_true", help="forget what was found before")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
     given = parser.parse_args()
     if given.fresh:
         results.unlink(missing_ok=True)

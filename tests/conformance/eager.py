@@ -322,7 +322,7 @@ def page(results: dict[int, list[dict[str, Any]]], most: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
+    parser.add_argument("--only", default="", help="entries whose names match this regular expression")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -44,7 +44,7 @@ TOLERANCE = 1e-9
 COARSE = {"float32": 2e-4, ".float()": 2e-4, "bfloat16": 0.1}  # of programs that cast to these
 
 
-# -- What programs are written with ------------------------------------------------------------------------------------
+# -- Vocabulary of programs --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -432,7 +432,7 @@ def _reason(error: PartwayError) -> str:
     return f"{type(error).__name__}: " + re.sub(r"\b[vxpm]?\d+\b|\[[^]]*\]", "#", text)[:160]
 
 
-# -- Programs at random ------------------------------------------------------------------------------------------------
+# -- Random programs ---------------------------------------------------------------------------------------------------
 
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 8, 11, 12, 13, 16)
 SIDES = (1, 3, 4, 5, 6, 7, 8, 9, 12, 16)
@@ -612,7 +612,7 @@ class Unfit(Exception):
     """This kind of line is not possible here."""
 
 
-# Kinds of lines: what a line computes, as text; with how many values it gives, if it is not one.
+# Kinds of lines: the expression of a line, and its number of values, if it is not one.
 
 KINDS: list[Callable[[Writer], Any]] = []
 WEIGHTS: list[int] = []
@@ -1419,12 +1419,12 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--shrink", action="store_true", help="minimise what fails")
+    parser.add_argument("--shrink", action="store_true", help="minimize failing programs")
     parser.add_argument("--print", action="store_true", help="print every program")
     given = parser.parse_args()
     torch.set_num_threads(1)
     faulthandler.enable()
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # of errors that are caught
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # it logs errors that are caught
     tally, started = Tally(), time.monotonic()
     for seed, program, outcome in run(range(given.seed, given.seed + given.programs), given.processes):
         tally.add(seed, program, outcome)

@@ -37,8 +37,8 @@ from partway.strategy.errors import PartwayError
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "layers.md"
 RESULTS = ROOT / "out" / "layers.jsonl"
-# Of a gradient whose addends cancel, as that of a bias before a norm, bfloat16 leaves a digit, on one device too. Where
-# a ReLU meets what is nearly zero, it may leave none: then the bound is what one device gives for nudged operands.
+# If the addends of a gradient cancel, as for a bias before a norm, bfloat16 leaves one right digit, on one device too.
+# Near the zero of a ReLU it may leave none: the tolerance is then the difference of one device for nudged operands.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-5, torch.bfloat16: 1e-1}
 NUDGES = 16
 MOST = 2  # calls of a layer in each dtype and mode
@@ -49,7 +49,7 @@ STATUSES = {
     "wrong": "other numbers",
     "raw": "an error that is neither",
 }
-# No layers by themselves, or none that runs on a CPU.
+# Not layers by themselves, or not runnable on a CPU.
 LEFT_OUT = {
     "Container", "DataParallel", "LazyConv1d", "LazyConv2d", "LazyConv3d", "LazyConvTranspose1d", "LazyConvTranspose2d",
     "LazyConvTranspose3d", "Module", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "RNNBase",
@@ -98,7 +98,7 @@ def _labelled(dtype: torch.dtype) -> tuple[Any, ...]:
     return *_of((4, 6))(dtype), torch.arange(4)
 
 
-# How a layer is made, and what it is called with in a dtype.
+# The constructor of a layer, and its arguments in a dtype.
 OWN: dict[str, list[tuple[Callable[[], nn.Module], Callable[[torch.dtype], tuple[Any, ...]]]]] = {
     "AdaptiveLogSoftmaxWithLoss": [(lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 8, [2, 5]), _labelled)],
     "AlphaDropout": [(lambda: nn.AlphaDropout(0.3), _of(_ROWS))],

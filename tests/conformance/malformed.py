@@ -70,7 +70,7 @@ class WrongError(Exception):
     """A result that differs from one device."""
 
 
-# -- Cases and what becomes of them ------------------------------------------------------------------------------------
+# -- Cases and their outcomes ------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -87,7 +87,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(value).values()))
 
 
-# -- How they are made -------------------------------------------------------------------------------------------------
+# -- Constructors ------------------------------------------------------------------------------------------------------
 
 
 def of(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:

@@ -102,9 +102,9 @@ class Status(StrEnum):
 MEANING = {
     Status.SHARDED: "right, every operator by a rule, and split",
     Status.REPLICATED: "right; an operator has no rule, or can split nothing, and runs on gathered operands",
-    Status.RANDOM: "draws numbers, or returns memory as it is; shapes and dtypes are right",
-    Status.UNSUPPORTED: "torch.export makes no static graph of any sample",
-    Status.WRONG: "other numbers than plain PyTorch's, or an error",
+    Status.RANDOM: "random numbers or uninitialized memory; shapes and dtypes are right",
+    Status.UNSUPPORTED: "no sample has a static graph in torch.export",
+    Status.WRONG: "results that differ from plain PyTorch, or an error",
 }
 
 
@@ -202,7 +202,7 @@ def sample_of(info: Any, given: Any, where: str) -> Sample:
 
     try:
         fn, outputs = info.op, outputs_of(info.op)
-    except RuntimeError:  # of all its outputs there is no gradient
+    except RuntimeError:  # none of its outputs has a gradient
         fn, outputs = processed, outputs_of(processed)
     return Sample(name_of(info), where, fn, args, kwargs, any(not o.shape for o in differentiable(outputs)))
 
@@ -293,7 +293,7 @@ def _is_undefined(node: fx.Node) -> bool:
 
 # -- Splits ------------------------------------------------------------------------------------------------------------
 
-Splits = dict[int, tuple[str, int]]  # of some samples the input and dim that is split
+Splits = dict[int, tuple[str, int]]  # for some samples, the split input and dim
 
 
 def ranks_of(n: int, over: Ranks) -> int:
@@ -404,7 +404,7 @@ def _difference(a: Tensor | None, b: Tensor | None, undefined: bool) -> str:
     if undefined:
         return ""
     a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
-    if b.dtype is torch.complex32:  # which nothing compares
+    if b.dtype is torch.complex32:  # no comparison supports it
         a, b = a.to(torch.complex64), b.to(torch.complex64)
     if torch.equal(a, b):
         return ""
@@ -471,7 +471,7 @@ def samples_of(
             result.samples += 1
             try:
                 yield sample_of(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}")
-            except Exception as error:  # what PyTorch itself does not take
+            except Exception as error:  # PyTorch itself refuses this
                 _note(result.reasons, f"PyTorch: {_first_line(error)}")
         for i, one in spread(given, strided) if dtype is own[0] else ():
             for sample in strided_samples(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}", i):
@@ -502,7 +502,7 @@ def depends_on_values(sample: Sample) -> bool:
             sample.fn(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return True
-    except Exception:  # whatever else it is, the capture tells
+    except Exception:  # the capture reports other errors
         return False
     return False
 
@@ -774,16 +774,16 @@ def statuses() -> dict[str, Status]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
-    parser.add_argument("--samples", type=int, help="at most so many of an entry in each dtype (default: every one)")
-    parser.add_argument("--strided", type=int, default=STRIDED, help="so many with strided operands (default: 4)")
+    parser.add_argument("--samples", type=int, help="at most this many of an entry in each dtype (default: all)")
+    parser.add_argument("--strided", type=int, default=STRIDED, help="samples with strided operands (default: 4)")
     parser.add_argument("--dtypes", nargs="+", help="such as complex128 int64 (default: float64 float32)")
     parser.add_argument(
-        "--ranks", type=Ranks, default=Ranks.FEW, choices=list(Ranks), help="over how many a dim is split"
+        "--ranks", type=Ranks, default=Ranks.FEW, choices=list(Ranks), help="the number of ranks for a dim"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one entry")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "conformance")
-    parser.add_argument("--again", action="store_true", help="also what there are results of")
+    parser.add_argument("--again", action="store_true", help="also entries with results")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
     given = parser.parse_args()
     if given.write and given.only:

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 import partway as pw
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage" / "ranks.md"
-TIMEOUT, SLACK = 10, 15  # seconds; the slack is for what a busy machine takes, and for the end of a process
+TIMEOUT, SLACK = 10, 15  # seconds; the slack is for a busy machine, and for the end of a process
 MOST, AT, LOOKED_AT = 400, 3, 40  # a rank differs from step AT on, or before the first; losses that are compared
-PAUSE = 0.01  # seconds of a step, beside what it computes
+PAUSE = 0.01  # seconds of a step, besides its computation
 
 
 class Model(nn.Module):
@@ -82,13 +82,13 @@ class Script:
     sharded: Callable[[Any], None] = lambda model: None
     batch: Callable[[int, Tensor], Tensor] = lambda step, x: x
     around: Callable[[Any, int], Any] = lambda model, step: nullcontext()
-    stepped: Callable[[Any, int, Tensor], bool] = lambda model, step, x: False  # True: this step is left out
+    stepped: Callable[[Any, int, Tensor], bool] = lambda model, step, x: False  # True: this step is skipped
     criterion: Callable[[int, Tensor], Tensor] = lambda step, loss: loss
     learns: Callable[[int], bool] = lambda step: True
     changes: Callable[[Any, Any, int], None] = lambda model, optimizer, step: None  # between a backward and a step
     follows: Callable[[int], bool] = lambda step: True
     local: bool = False
-    whole: Callable[[int, Tensor], Tensor] = lambda step, x: x  # what the batch is on one device
+    whole: Callable[[int, Tensor], Tensor] = lambda step, x: x  # the batch on one device
 
     @property
     def other(self) -> bool:
@@ -420,7 +420,7 @@ def later_short_part(s: Script) -> None:
     s.whole = lambda step, x: x[:3] if step == AT else x
 
 
-# what ranks hold alike, outside of the forward
+# replicas, outside the forward
 
 
 @case("another learning rate from a later step on")
@@ -657,7 +657,7 @@ def other_generators(s: Script) -> None:
     s.batch = batch
 
 
-# how a process ends, and stops
+# the end of a process, and stopped processes
 
 
 @case("the loader raises")
@@ -724,7 +724,7 @@ def _stop(seconds: float) -> None:
 # -- running them
 
 _OURS = "RuntimeStateError", "StrategyError"
-_THEIRS = "(", "OSError: no such shard", "RuntimeError: "  # a person's own, and that of a collective of their own
+_THEIRS = "(", "OSError: no such shard", "RuntimeError: "  # the script's own, and of its own collectives
 
 
 @dataclass

@@ -20,7 +20,7 @@ from partway.strategy.errors import PartwayError
 QUICK = ("nn.GroupNorm", "nn.MaxPool2d", "nn.MultiLabelMarginLoss")
 MOST = 3  # samples of a module in each mode
 _LAZY = "LazyConv1d", "LazyConv2d", "LazyConv3d", "LazyConvTranspose1d", "LazyConvTranspose2d", "LazyConvTranspose3d"
-# What the errors say, of modules that are refused.
+# Texts of the errors for refused modules.
 REFUSED = {f"nn.{name}": "has parameters without a shape yet; call it once before shard" for name in _LAZY}
 
 

@@ -20,7 +20,7 @@ from partway.runtime.ranks.watch import Watch
 
 RANKS = 2
 TIMEOUT = 60.0  # seconds that the ranks wait for each other
-PATIENCE = 60.0  # seconds in which those that are left have to end: they are told
+PATIENCE = 60.0  # seconds within which the remaining ranks have to end, with an error
 
 
 def made() -> tuple[Any, torch.optim.Optimizer]:

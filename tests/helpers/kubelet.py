@@ -155,10 +155,10 @@ class Kubelet:
                 )
                 return
             except client.ApiException as error:
-                if error.status in (404, 409):  # it is gone, or another has its name
+                if error.status in (404, 409):  # it was deleted, or another pod has its name
                     return
                 time.sleep(0.5)
-            except Exception:  # the API server is away
+            except Exception:  # the API server is unreachable
                 time.sleep(0.5)
 
 

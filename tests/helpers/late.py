@@ -57,7 +57,7 @@ def late(counts: list[int]) -> Iterator[None]:
             counts[0] += 1
             if out.is_cuda:
                 return held_up(lambda: plain(out, *args, async_op=True, **kwargs), next(turns))
-            if name != "all_reduce":  # which sends what is in `out`
+            if name != "all_reduce":  # which sends the content of `out`
                 out.view(torch.uint8).fill_(0xFF)
             return Late(lambda: plain(out, *args, async_op=True, **kwargs))
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Their exact versions do not fit the lowest ones: import-linter needs rich 14, SciPy NumPy 2, and PyTorch 2.11 an older
-# setuptools. The lowest ones of others do: their newest ones need pydantic 2.9 and 2.14.
+# The exact versions of these are incompatible with the lowest ones of others: import-linter needs rich 14, SciPy NumPy
+# 2, and PyTorch 2.11 an older setuptools. fastapi and kubernetes have their lowest versions too, since their newest ones
+# need pydantic 2.9 and 2.14.
 FREE = ("import-linter", "scipy", "setuptools")
 LOWEST_TOO = ("fastapi", "kubernetes")
 

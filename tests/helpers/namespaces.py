@@ -115,7 +115,7 @@ def two_hosts(debian: bool = False) -> Iterator[tuple[Host, Host]]:
             host.mend()
             _ip("-n", host.space, "link", "set", "lo", "up")
             names = [f"{'127.0.1.1' if debian and each is host else each.address} {each.name}" for each in hosts]
-            folder = Path("/etc/netns", host.space)  # what `ip netns exec` puts over /etc
+            folder = Path("/etc/netns", host.space)  # `ip netns exec` mounts it over /etc
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]), encoding="utf-8")
         yield first, second
@@ -125,7 +125,7 @@ def _remove(host: Host) -> None:
     for process in host.started:
         _end(process)
     found = subprocess.run(["ip", "netns", "pids", host.space], capture_output=True, text=True, check=False)
-    for number in found.stdout.split():  # those that left their session
+    for number in found.stdout.split():  # processes that left their session
         with suppress(ProcessLookupError):
             os.kill(int(number), signal.SIGKILL)
     for process in host.started:

@@ -104,7 +104,7 @@ class World:
                 if decision.again is None or decision.again > 1000:
                     return decision
                 self.now += max(decision.again, 0.001)
-        raise AssertionError(f"after {steps} looks there is more to do: {decision}")
+        raise AssertionError(f"after {steps} steps there is more to do: {decision}")
 
     def rest(self, looks: int = 5) -> None:
         """Step until nothing is to be done now."""
@@ -113,13 +113,13 @@ class World:
             decision = self.step()
             if self.job is None or (not decision.actions and self.status == before):
                 return
-        raise AssertionError(f"after {looks} looks there is more to do: {decision}")
+        raise AssertionError(f"after {looks} steps there is more to do: {decision}")
 
     def _act(self, action: Any) -> None:
         match action:
             case Make(role, index, attempt):
                 name = name_of("job", role, index)
-                if name not in self.pods:  # the API server says 409
+                if name not in self.pods:  # the API server responds with 409
                     self.made.append(name)
                     self.pods[name] = Pod(name, str(next(self._uids)), role, index, attempt, "Pending")
             case Delete(name, uid):
@@ -138,7 +138,7 @@ class World:
             case Tell():
                 self.events.append(action)
 
-    # -- What happens to pods
+    # -- Events of pods
 
     def begin(self, *names: str) -> None:
         """Start these pods, or all pending ones."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from rank import serve
 from scripts import FORKS
 
-SECONDS = 100  # of a call in which its ranks do next to nothing: they wait for each other
-THREADS = 120  # of a rank: with more its pool is worn, since those of each process group look for work all the time
-BUSY = 0.05  # of that time on a CPU, from which on a rank is not one that waits
+SECONDS = 100  # of a call in which its ranks are nearly idle, since they wait for each other
+THREADS = 120  # of a rank: with more its pool is worn, since the threads of each process group poll
+BUSY = 0.05  # of that time on a CPU: a rank with more is not waiting
 
 
 def seconds_of(process):
@@ -35,7 +35,7 @@ class Pool:
 
     def __init__(self, n):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # two ranks have hash seeds of their own, as under a launcher; more of them start as forks, in no time
+        # two ranks have different hash seeds, as under a launcher; more ranks start as forks, which is fast
         start = multiprocessing.get_context("spawn") if n == 2 else FORKS
         self.logs, self.processes, self.connections = [], [], []
         for rank in range(n):
@@ -110,7 +110,7 @@ class Pool:
     def close(self):
         for connection in self.connections:
             connection.close()
-        end = time.monotonic() + 1  # what they would do at their exit is no matter
+        end = time.monotonic() + 1  # their exit handlers do not matter
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
             process.kill()

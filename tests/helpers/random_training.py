@@ -23,7 +23,7 @@ FLOATS = ["float64", "float32", "bfloat16", "float16"]
 OTHERS = ["int64", "int32", "uint8", "bool", "complex64"]
 ROWS = 16
 
-EPS = 1e-3  # what float16 has room for
+EPS = 1e-3  # representable in float16
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": optim.SGD,
@@ -216,7 +216,7 @@ def loaded(folder: str, case: Case) -> tuple[dict[str, Any], Tensor]:
     return state_of(model, optimizer), train(case, model, optimizer, range(case.steps, case.steps + 2))
 
 
-# -- Drawing
+# -- Strategies of hypothesis
 
 
 @st.composite

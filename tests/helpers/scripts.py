@@ -50,7 +50,7 @@ def run_script(
             process.kill()
             process.join()
             texts = [path.read_text() if path.exists() else "" for path in said]
-            raise AssertionError(f"{arguments} still runs after {seconds:g} s, having said:\n" + "\n".join(texts))
+            raise AssertionError(f"{arguments} still runs after {seconds:g} s; its output:\n" + "\n".join(texts))
         return subprocess.CompletedProcess(list(arguments), process.exitcode, *(path.read_text() for path in said))
 
 
@@ -85,5 +85,5 @@ def _run(arguments: list[str], folder: Path, environment: dict[str, str], said: 
     except Exception:  # as Python itself ends a script
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
-    finally:  # which multiprocessing leaves out
+    finally:  # multiprocessing omits this
         atexit._run_exitfuncs()

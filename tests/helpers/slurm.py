@@ -90,7 +90,7 @@ def _wait_for_the_node(environment: dict[str, str], end: float, folder: Path) ->
     while "idle" not in (asked := _states(environment)).stdout:
         if time.monotonic() > end:
             logs = "".join(path.read_text(errors="replace")[-500:] for path in sorted(folder.glob("*.log")))
-            pytest.skip(f"the node of Slurm does not come: {asked.stdout}{asked.stderr}{logs}")
+            pytest.skip(f"the Slurm node does not start: {asked.stdout}{asked.stderr}{logs}")
         time.sleep(0.2)
 
 

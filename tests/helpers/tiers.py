@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-SECONDS = 1.25  # that a test of `make test` may take, beside another worker
+SECONDS = 1.25  # that a test of `make test` may take, next to another worker
 _GROUP = re.compile(r"@[^\]]*$")  # that xdist adds to a name
 LONG = Path(__file__).parents[1] / "long.txt"
 
-# What is run however long it takes, by how its name begins: a training under a launcher, and one test of each mechanism
-# that nothing else in `make test` would miss (see tests/conformance/canaries.py).
+# Tests that run however long they take, by prefix: a training under a launcher, and one test of each mechanism that no
+# other test in `make test` covers (see tests/conformance/canaries.py).
 KEPT = (
     "tests/examples/test_readme.py::test_its_code_runs",
     "tests/propagation/program/test_recompute.py::"
