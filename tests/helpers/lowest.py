@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 # The exact versions of these are incompatible with the lowest ones of others: import-linter needs rich 14, SciPy NumPy
-# 2, and PyTorch 2.11 an older setuptools. fastapi and kubernetes have their lowest versions too, since their newest ones
-# need pydantic 2.9 and 2.14.
+# 2, and PyTorch 2.11 an older setuptools. fastapi and kubernetes have their lowest versions too, since their newest
+# ones need pydantic 2.9 and 2.14.
 FREE = ("import-linter", "scipy", "setuptools")
 LOWEST_TOO = ("fastapi", "kubernetes")
 
