@@ -5,7 +5,7 @@ import pytest
 from sources import functions_of
 
 ROWS = mutations.all_of()
-SLICE = ("elements of lists that it reads are as they were", "which program runs has a line")
+SLICE = ("elements of lists that it reads are compared", "the program that runs has a line")
 
 
 @pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))
