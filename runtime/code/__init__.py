@@ -1,6 +1,6 @@
 """Code generation from a graph, and operations of a rank on its own part of a tensor.
 
-The input is a graph of a `Step`; the output is a Python function of tensors, which an executor calls.
+The input is a graph of a `Program`; the output is a Python function of tensors, which an executor calls.
 
     instructions.py     a graph as instructions: assemble.py, memory.py, region.py, written.py
     straight_line.py    instructions as a Python function; loaded.py: for an executor and a backend; inductor.py

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.program import PlacedPort
 from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh

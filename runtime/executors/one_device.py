@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.program import PlacedPort
 from ...strategy.mesh import Mesh
 from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
 from ..code.local_conversions import LOCAL

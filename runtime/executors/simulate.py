@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.program import PlacedPort
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import PARTIAL_MAX, Partial, Shard
