@@ -1,7 +1,7 @@
-"""The result of a search for the least of `Costs` or of a `Network`.
+"""The result of minimizing `Costs` or a `Network`.
 
-Of the three operators of the room's page: `Found((0, 0, 0), cost=4, bound=4, width=2)`, proven; by visits alone
-`Found((1, 1, 0), cost=6, bound=-inf, width=1)`.
+For the three operators of __init__.py, elimination gives `Found((0, 0, 0), cost=4, bound=4, width=2)`, which is proven,
+and `propagate` gives `Found((1, 1, 0), cost=6, bound=-inf, width=1)`.
 """
 
 from __future__ import annotations

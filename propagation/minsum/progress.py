@@ -1,5 +1,10 @@
-"""The progress of a search: the cost of its best plan, and the lower bound. Listeners are told; without any it costs no
-time, and they do not affect the search."""
+"""The progress of a search: the cost of its best plan, and the lower bound.
+
+For the three operators of __init__.py, `narrow` from a plan that costs 6 reports (6, 4) after its first sweep: the plan
+costs 6, and none costs less than 4. Once it has found the plan that costs 4, it reports (4, 4).
+
+Listeners do not affect the search. Without listeners a report costs no time.
+"""
 
 from __future__ import annotations
 
