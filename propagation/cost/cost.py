@@ -27,6 +27,7 @@ not a minimum: with a minimum, splitting small work would seem to gain nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -89,9 +90,15 @@ def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, 
     return waiting + per_byte * payload
 
 
-@lru_cache(maxsize=4096)
 def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[float, float]:
-    """The seconds of a collective over the group that `axes` span, and the seconds per byte of payload.
+    """The seconds of a collective over the group that `axes` span, and the seconds per byte of payload; a local kind
+    takes none. Raises as `collective_costs`."""
+    return collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
+
+
+@lru_cache(maxsize=4096)
+def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> Mapping[Kind, tuple[float, float]]:
+    """As `collective_cost`, of each kind of collective.
 
     All groups along `axes` run at once, and the slowest counts. Raises StrategyError for an axis that the mesh lacks,
     and for a mesh with more devices than the network of the profile joins.
@@ -103,17 +110,20 @@ def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: Devi
             f"{joined} (levels[{len(profile.levels) - 1}], {profile.levels[-1].name}); use a mesh of at most {joined}, "
             "or a profile with one more level"
         )
-    if not kind.communicates:
-        return 0.0, 0.0
-    waiting, per_byte, share, launch = 0.0, 0.0, 1.0, 0.0
+    waiting, per_byte, share = (dict.fromkeys(COLLECTIVES, start) for start in (0.0, 0.0, 1.0))
+    launch = 0.0
     sizes = ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
     for level, size in zip(profile.levels, sizes, strict=True):
         if size > 1:
             launch = level.launch  # of the outermost level: the phases are a single call
-            waiting += steps(kind, size) * level.latency.of(kind)
-            per_byte = max(per_byte, share * wire_bytes(kind, 1, size) / _bandwidth(level, kind, size))
-            share /= size if COLLECTIVES[kind].narrows else 1
-    return launch + waiting, per_byte
+            messages = {kind: row.steps(size) for kind, row in COLLECTIVES.items()}
+            sent = {kind: row.wire(1, size) for kind, row in COLLECTIVES.items()}
+            bandwidths = {kind: _bandwidth(level, kind, size) for kind in COLLECTIVES}
+            for kind, row in COLLECTIVES.items():
+                waiting[kind] += messages[kind] * level.latency.of(kind)
+                per_byte[kind] = max(per_byte[kind], share[kind] * sent[kind] / bandwidths[kind])
+                share[kind] /= size if row.narrows else 1
+    return {kind: (launch + waiting[kind], per_byte[kind]) for kind in COLLECTIVES}
 
 
 @lru_cache(maxsize=4096)
@@ -147,10 +157,10 @@ def _evenly(units: np.ndarray) -> int:
 
 def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
     """The bytes/s that one of `size` ranks sends, interpolated by log(size) in a table and constant beyond its ends."""
-    kind = figures_of(kind)
     figure = level.bandwidth.of(kind)
     if not isinstance(figure, tuple):
         return figure
+    kind = figures_of(kind)
     sizes = [math.log(measured) for measured, _ in figure]
     return float(np.interp(math.log(size), sizes, [rate * wire_bytes(kind, 1, n) for n, rate in figure]))
 

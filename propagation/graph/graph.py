@@ -109,7 +109,7 @@ class Graph:
         for node in self.nodes:
             if node.target is operator.getitem or node.target in NO_GRADIENT:
                 continue
-            if any(source_of(operand) in needs for operand in operands(node)):
+            if not needs.isdisjoint(map(source_of, operands(node))):
                 for v in values_of(node):
                     result = tensor_of(v)
                     if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):

@@ -32,7 +32,7 @@ def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
     varying = {port.node for port in graph.inputs if port.role in (Role.PARAMETER, Role.INPUT) or port.requires_grad}
     constants = {port.node for port in graph.inputs if port.node not in varying}
     for node in graph.nodes:
-        if node.target is not draw and all(operand in constants for operand in operands(node)):
+        if node.target is not draw and constants.issuperset(operands(node)):
             constants.add(node)
     return frozenset(constants)
 
@@ -114,8 +114,8 @@ def gradient_flow(graph: Graph, wanted: tuple[bool, ...]) -> frozenset[Value]:
     for node in reversed(graph.nodes):
         if node.target is operator.getitem:
             continue
-        if any(v in reached for v in values_of(node)):
-            reached |= {v for v in map(source_of, operands(node)) if v in needs}
+        if not reached.isdisjoint(values_of(node)):
+            reached |= needs.intersection(map(source_of, operands(node)))
     return frozenset(reached & needs)
 
 

@@ -13,6 +13,7 @@ text of `constraint_text`; planning reads it, and lowering removes the call.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int)
     return tuple(out)
 
 
+@lru_cache(maxsize=4096)
 def kind_of(source: str, target: str) -> Kind:
     """The kind of the conversion between two placement codes."""
     return kind(placement_from_code(source), placement_from_code(target))

@@ -15,7 +15,7 @@ printed as its value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -102,9 +102,13 @@ def figures_of(kind: Kind) -> Kind:
     return COLLECTIVES[kind].figures or kind
 
 
-def share(kind: Kind, size: int) -> float:
-    """The payload of a collective among `size` ranks, as a fraction of the whole value. Raises ValueError for a kind
-    whose payload has no fixed fraction."""
+def shares_of(kinds: Iterable[Kind], size: int) -> dict[Kind, float]:
+    """The payload of each of some kinds of collectives among `size` ranks, as a fraction of the whole value. Raises
+    ValueError for a kind whose payload has no fixed fraction."""
+    return {kind: _share(kind, size) for kind in kinds}
+
+
+def _share(kind: Kind, size: int) -> float:
     match COLLECTIVES[kind].payload:
         case Payload.WHOLE:
             return 1.0

@@ -127,7 +127,8 @@ class _Formulation:
         return table
 
     def _table_or_none(self, v: Value) -> ConversionTable | None:
-        return self._table(v) if isinstance(tensor_of(v), torch.Tensor) else None
+        known = self.tables.get((v, False))
+        return known or (self._table(v) if isinstance(tensor_of(v), torch.Tensor) else None)
 
     def _once(self, key: object, make: Callable[[], tuple[Rule | None, Options]]) -> tuple[Rule | None, Options]:
         """The result of `make`, shared by vertices with the same key."""
@@ -166,8 +167,8 @@ class _Formulation:
         if table.states not in self.resting:
             rests = [isinstance(p, Shard) or p == REPLICATE for p in table.states]
             self.resting[table.states] = np.flatnonzero(np.array(rests)[table.digits].all(axis=1))
-        codes = self.resting[table.states]
-        return tuple(table.layouts[code] for code in codes[table.nearly_even[codes]])
+        codes, layouts = self.resting[table.states], table.layouts
+        return tuple(layouts[code] for code in codes[table.nearly_even[codes]])
 
     def _split_at_rest(self, table: ConversionTable, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts under enable_parallel_optimizer: split as far as possible, or whole if the parameter is small."""
@@ -233,7 +234,7 @@ class _Formulation:
         marks = node in self.recomputed, node in self.in_place
         key = _signature(node, self.constants), tables, near, batched, marks
         rule, options = self._once(
-            key, lambda: self._options_of_call(node, sources, produced, None if near else batched)
+            key, lambda: self._options_of_call(node, sources, produced, tables, None if near else batched)
         )
         if rule is None:
             self._note_unknown(node)
@@ -243,14 +244,20 @@ class _Formulation:
         return rule, options
 
     def _options_of_call(
-        self, node: fx.Node, sources: tuple[Value, ...], produced: tuple[Value, ...], batched: tuple[bool, ...] | None
+        self,
+        node: fx.Node,
+        sources: tuple[Value, ...],
+        produced: tuple[Value, ...],
+        tables: tuple[ConversionTable | None, ...],
+        batched: tuple[bool, ...] | None,
     ) -> tuple[Rule | None, Options]:
-        """The rule and options of a call. `batched`: the operands led by the batch; None: ignored near annotations."""
+        """The rule and options of a call. `tables`: of its operands, then its results; `batched`: the operands led by
+        the batch; None: ignored near annotations."""
         rule = rule_of(node, self.settings.rules)
-        results = tuple(map(self._table_or_none, produced))
+        results = tables[len(sources) :]
         call = OperatorCall(
             rule=rule,
-            operands=tuple(map(self._table_or_none, sources)),
+            operands=tables[: len(sources)],
             results=results,
             dtype=next(
                 (tensor_of(v).dtype for v, table in zip(produced, results, strict=True) if table), torch.float32

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from ...strategy.layout import Layout, layout
-from ...strategy.placement import BROADCAST
-from ..cost.conversion import ConversionTable, Floats, step_kind
+from ...strategy.placement import BROADCAST, step_kind
+from ..cost.conversion import ConversionTable, Floats
 from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds
 from ..cost.operators import rates_of
 from ..graph.nodes import Value, bytes_of, is_view, operands, source_of, tensor_of, values_of

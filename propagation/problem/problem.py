@@ -288,7 +288,7 @@ class TensorFacts:
         return conversion_table(
             tuple(tensor.shape),
             tensor.element_size(),
-            self._partial_of(v),
+            self._partial_of(v, tensor.dtype),
             v in self.flows,
             settings.mesh,
             settings.profile,
@@ -298,10 +298,10 @@ class TensorFacts:
             short=settings.short.intersection(tensor.shape),
         )
 
-    def _partial_of(self, v: Value) -> str | None:
+    def _partial_of(self, v: Value, dtype: torch.dtype) -> str | None:
         """The reduction of `v` under Partial: None if there is no Partial, "max" for a maximum without a gradient
         (Partial(max) has no dual)."""
-        if tensor_of(v).dtype is torch.bool:
+        if dtype is torch.bool:
             return None
         return "max" if v.node.target in MAXIMA and v not in self.differentiable else "sum"
 

@@ -16,8 +16,7 @@ from torch import fx
 from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
-from ...strategy.placement import Kind, Placement, kind
-from ..cost.conversion import step_kind
+from ...strategy.placement import Kind, Placement, kind, step_kind
 from ..graph.port import Port
 from ..graph.printer import Notes, named, text_of
 from ..ops.collectives import convert, convert_group, kind_of

@@ -110,8 +110,10 @@ def rule_of(node: fx.Node, own: Rows = _NONE) -> Rule | None:
 
 def _where_addends_add_up(rule: Rule, node: fx.Node) -> Rule:
     """`rule`, linear only in operands whose dtypes allow it (`add_up`)."""
+    if not rule.linear:
+        return rule
     results = [result.dtype for result in results_of(node)]
-    given = [value(operand).dtype for operand in operands(node)]
+    given = [tensor.dtype for tensor in map(value, operands(node))]
     linear = tuple(both for both in rule.linear if all(add_up(given[i], dtype) for i in both for dtype in results))
     return rule if linear == rule.linear else replace(rule, linear=linear)
 
