@@ -19,8 +19,7 @@ from torch import fx
 
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
-from ..propagation.ops.collectives import convert, convert_group, kind_of
-from ..propagation.ops.kinds import COLLECTIVES, is_gather, payload_bytes
+from ..propagation.ops.collectives import COLLECTIVES, convert, convert_group, is_gather, kind_of, payload_bytes
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
 from .cycles import split_cycles

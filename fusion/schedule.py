@@ -27,14 +27,12 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..propagation.cost.cost import collective_cost, operator_seconds
-from ..propagation.cost.operators import LOOKUPS, rates_of
+from ..propagation.cost.cost import LOOKUPS, collective_cost, operator_seconds, rates_of
 from ..propagation.cost.profile import ALONE, DeviceProfile, Together
 from ..propagation.cost.rates import VIEW
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import is_pointwise, is_view, operands
-from ..propagation.ops.collectives import convert, convert_group, kind_of
-from ..propagation.ops.kinds import WORTH_A_CALL, payload_bytes
+from ..propagation.ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
 from ..propagation.program.segments import Like, pieces_of
 from ..propagation.program.step import Step
 from ..propagation.torch_internals import FakeTensorMode

@@ -86,7 +86,7 @@ PARTIAL_MAX = Partial("max")
 
 class Kind(StrEnum):
     """How a conversion is done along its axes. The kinds in `LOCAL` need no other rank; the others are collectives,
-    each with a row in `propagation/ops/kinds.py`."""
+    each with a row in `propagation/ops/collectives.py`."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"

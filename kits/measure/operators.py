@@ -25,9 +25,9 @@ from partway.fusion.timeline import COMPUTE
 from partway.measure.clock import seconds_of
 from partway.measure.workloads import Workload
 from partway.options.context import auto_parallel_context
-from partway.propagation.cost.operators import kind_of_call, name_of_call
+from partway.propagation.cost.cost import kind_of_call, name_of_call
 from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
-from partway.propagation.graph.origins import computed_again, operator_of
+from partway.propagation.graph.nodes import computed_again, operator_of
 from partway.runtime.code.recorders import record_timeline
 from partway.sharding import shard
 

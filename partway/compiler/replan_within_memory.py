@@ -16,8 +16,8 @@ import torch
 from partway.compiler.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
 from partway.fusion.program import Program
 from partway.propagation.cost.conversion import Floats
-from partway.propagation.graph.origins import computed_again, operator_of
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated
+from partway.propagation.graph.nodes import computed_again, operator_of
 from partway.propagation.plan.data import Memory
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.step import Step

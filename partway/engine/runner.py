@@ -18,8 +18,8 @@ from partway.compiler.planning_lock import planning
 from partway.engine.placing import Change, Placing
 from partway.fusion.program import Program
 from partway.propagation.capture.rewrites.overlap import MemoryRanges, shared
+from partway.propagation.graph.graph import may_return
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.local_program import LocalProgram

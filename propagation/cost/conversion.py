@@ -32,7 +32,7 @@ from ...strategy.placement import (
     step_kind,
     steps_between,
 )
-from ..ops.kinds import COLLECTIVES, shares_of
+from ..ops.collectives import COLLECTIVES, shares_of
 from .cost import Weights, collective_costs
 from .profile import DeviceProfile
 

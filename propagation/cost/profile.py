@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from ...strategy.basics.files import json_of, read, save
 from ...strategy.errors import Problem, StrategyError, shown
 from ...strategy.placement import Kind
-from ..ops.kinds import COLLECTIVES, figures_of
+from ..ops.collectives import COLLECTIVES, figures_of
 from .rates import NOT_NEGATIVE, OTHER, OperatorRates, ProfileFigures, Rates
 
 # -- Figures for each kind of collective -----------------------------------------------------------------------------

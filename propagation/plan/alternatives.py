@@ -23,9 +23,9 @@ from ...strategy.errors import StrategyError, UnknownOperatorWarning
 from ...strategy.notation import counted
 from ...strategy.placement import Kind, Placement, converts, step_kind
 from ..cost.conversion import ConversionTable
+from ..graph.graph import beside_losses
 from ..graph.nodes import operands, source_of, values_of
 from ..graph.port import Port
-from ..graph.queries import beside_losses
 from ..memory.keeping import seconds_again
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.formulate import formulate

@@ -29,7 +29,7 @@ from ...strategy.placement import BROADCAST, REPLICATE, Partial, Placement, step
 from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
 from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds
 from ..cost.rates import OperatorRates
-from ..ops.kinds import payload_of_whole
+from ..ops.collectives import payload_of_whole
 from ..rules.rule import AxisOption, Exchange, Rule, axis_options, hops_of
 from .problem import Options, Settings
 

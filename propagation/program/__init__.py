@@ -14,5 +14,5 @@ local operators and conversions, the same on every rank, in which every collecti
     accumulate.py       the backwards of steps whose reductions wait for the last one
     apart.py            the backwards of outputs that are differentiated one after another
 
-The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/kinds.py`.
+The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/collectives.py`.
 """

@@ -18,7 +18,7 @@ PHASES = ("forward", "backward")
 class Collective:
     """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
 
-    payload_bytes   as defined for the kind in `propagation/ops/kinds.py`
+    payload_bytes   as defined for the kind in `propagation/ops/collectives.py`
     wire_bytes      sent by one rank
     predicted_time  seconds, by the device profile
     where, path     the operator that required the conversion, and the module it is in

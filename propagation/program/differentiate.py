@@ -20,8 +20,7 @@ from torch import fx
 from ...strategy.errors import CaptureError, VerifyError
 from ...strategy.placement import BROADCAST, REPLICATE
 from ..graph.graph import Text
-from ..graph.nodes import mark, operator_name, region_of
-from ..graph.origins import inherit, number, position, tracing
+from ..graph.nodes import inherit, mark, number, operator_name, position, region_of, tracing
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
 from ..ops.recurrent import rnn_layer

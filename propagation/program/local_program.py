@@ -19,8 +19,7 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Placement, kind, step_kind
 from ..graph.port import Port
 from ..graph.printer import Notes, named, text_of
-from ..ops.collectives import convert, convert_group, kind_of
-from ..ops.kinds import payload_of_whole
+from ..ops.collectives import convert, convert_group, kind_of, payload_of_whole
 
 _NAMED = 4  # tensors of a group that are named at most
 

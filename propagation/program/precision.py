@@ -10,8 +10,7 @@ from torch import fx
 from ...strategy.placement import PARTIAL, placement_from_code
 from ..graph.graph import Text
 from ..graph.port import Role
-from ..ops.collectives import convert, kind_of
-from ..ops.kinds import is_reduction
+from ..ops.collectives import convert, is_reduction, kind_of
 from .step import Step, is_port, returned_by
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ from ...strategy.cut import Cut, SliceWindow
 from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard, sharded
 from ..graph.nodes import operands, value
 from ..ops import indexing
-from ..ops.kinds import Bytes
+from ..ops.collectives import Bytes
 from .windows import Halo
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each dim, major first; () cannot be split

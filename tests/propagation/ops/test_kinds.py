@@ -8,7 +8,7 @@ import pytest
 
 from partway.fusion.policy import COLLECTIVES as GROUPED
 from partway.propagation.cost.profile import ByKind
-from partway.propagation.ops.kinds import (
+from partway.propagation.ops.collectives import (
     COLLECTIVES,
     Payload,
     figures_of,
