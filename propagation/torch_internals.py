@@ -115,7 +115,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..strategy.basics.afterwards import afterwards
+from ..strategy.basics.blocks import afterwards
 
 _AUTOGRAD = (
     DispatchKey.AutogradCPU,

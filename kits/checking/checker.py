@@ -18,8 +18,7 @@ from partway.checking.records import Exact, tensors_in
 from partway.checking.report import Finding, ManualReport, ResultDifference
 from partway.ops.manual import InStrategy, ManualFunction, in_layouts, out_layouts
 from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
-from partway.requests.request import Request
-from partway.requests.shardable import check_target
+from partway.requests.request import Request, check_target
 from partway.runtime.code.slices import part_of
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 

@@ -36,8 +36,8 @@ from partway.options.context import current
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
-from partway.requests.attached import engine_of
 from partway.requests.dtensors import is_dtensor
+from partway.requests.request import engine_of
 from partway.runtime.launching.process import get_group_size, get_rank, launched
 from partway.runtime.ranks.agreement import Fact, agreement
 from partway.strategy import Layout, RuntimeStateError, StrategyError

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from partway.options.context import current
 from partway.propagation.torch_internals import tree_map
-from partway.requests.attached import engine_of
 from partway.requests.dtensors import whole
+from partway.requests.request import engine_of
 from partway.strategy import StrategyError
 
 

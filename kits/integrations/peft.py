@@ -9,8 +9,8 @@ from torch import Tensor
 
 from partway.engine.engine import attached_engine
 from partway.propagation.graph.structure import name_of
-from partway.requests.attached import engine_of
 from partway.requests.dtensors import whole
+from partway.requests.request import engine_of
 from partway.runtime.launching.process import get_rank, launched
 from partway.runtime.ranks.agreement import Fact, agree
 

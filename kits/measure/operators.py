@@ -22,9 +22,9 @@ import torch.distributed as dist
 from partway.measure.clock import seconds_of
 from partway.measure.workloads import Workload
 from partway.options.context import auto_parallel_context
-from partway.propagation.cost.operators import kind_of_call, name_of_call
+from partway.propagation.cost.cost import kind_of_call, name_of_call
 from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
-from partway.propagation.graph.origins import computed_again, operator_of
+from partway.propagation.graph.nodes import computed_again, operator_of
 from partway.propagation.program.program import Program
 from partway.propagation.program.schedule import Meter
 from partway.propagation.program.timeline import COMPUTE

@@ -18,7 +18,7 @@ from partway.propagation.graph.structure import flatten, flatten_call
 from partway.propagation.ops.collectives import constrain
 from partway.requests.request import Request, requests
 from partway.strategy import Problem, raise_problems
-from partway.strategy.basics.afterwards import afterwards
+from partway.strategy.basics.blocks import afterwards
 from partway.strategy.basics.suggest import did_you_mean, there_are
 
 

@@ -7,7 +7,6 @@ validated once, or one ContextError that lists all problems.
     algo         `AlgoParameters`, the options of the strategy search
     fields       the closed choices, and the types of fields that pydantic does not have
     base         the base class of all options
-    refusals     from pydantic's errors to one error in the user's words
     typed        the options as type checkers and `help` see them
 
 The functions that users call, and the two values in force, are in `partway.options.context`.

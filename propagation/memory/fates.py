@@ -24,7 +24,7 @@ import numpy as np
 from torch import fx
 
 from ..cost.conversion import Floats
-from ..graph.origins import compute_again
+from ..graph.nodes import compute_again
 from ..problem.problem import Options, Settings
 
 

@@ -30,13 +30,12 @@ import numpy as np
 from torch import fx
 
 from ..cost.conversion import Codes, Floats, once_more
+from ..graph.graph import recomputed
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
-from ..graph.queries import recomputed
 from ..minsum.network import Costs, among
 from ..ops.random_numbers import draw
-from ..problem.cost_tables import restricted
-from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
+from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind, restricted
 from ..torch_internals import OpOverload
 from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs

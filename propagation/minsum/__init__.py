@@ -13,14 +13,14 @@ minimum is 4, for the choice 0, 0, 0: (1 + 3 + 0) + (0 + 0). The modules continu
 Input: `Costs`, written out, or a `Network`, of which only messages are computed. Output: a `Found`: one option for each
 vertex, its cost, and a lower bound on the cost of every choice.
 
-network.py      the numbers
-eliminate.py    eliminates one vertex after another: proves the optimum of graphs of small width
+network.py      the numbers, and the result
+eliminate.py    eliminates one vertex after another: proves the optimum of graphs of small width;
+                equal parts are computed once
 narrow.py       rules out options that no optimal plan takes, by messages along the edges
 visits.py       finds a plan to start from: each vertex takes its cheapest option given its neighbours
 optimum.py      the three together, for costs that are written out
 many.py         the same for costs that are too many to be written out
 least.py        for problems too large to eliminate: reduce.py shrinks them, messages.py bounds them, forests.py
                 finds plans to start from, branch.py branches
-found.py        the result
 progress.py     reports the progress of a search to listeners
 """

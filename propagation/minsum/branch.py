@@ -20,9 +20,8 @@ import numpy as np
 from ...strategy.errors import StrategyError
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
 from .forests import Tables, by_ends, improved, kicked
-from .found import Choice
 from .messages import Messages
-from .network import Costs
+from .network import Choice, Costs
 from .progress import tell
 from .reduce import reduced
 

@@ -23,8 +23,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ..cost.conversion import Floats
-from .found import Found
-from .network import Costs
+from .network import Costs, Found
 
 TABLE_LIMIT = 2**28  # sums of one step of the elimination
 MUCH_WORK = 3e9  # sums of an elimination, some 6 s of them, above which options are left out first

@@ -17,8 +17,7 @@ import networkx
 
 from .branch import SUMS, Best, branched, grounded
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
-from .found import Choice, Found
-from .network import Costs
+from .network import Choice, Costs, Found
 from .reduce import reduced
 
 AT_ONCE, EACH = 2e7, 1.5e5  # sums of an elimination that is tried first; the same per vertex

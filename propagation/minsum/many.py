@@ -26,9 +26,8 @@ import numpy as np
 from ..cost.conversion import Floats, Mask
 from .eliminate import eliminate_in, elimination_order
 from .forests import forest
-from .found import Found
 from .narrow import ROUND, SWEEPS, Narrowing
-from .network import Between, Converting, Costs, Matrix, Network, among
+from .network import Between, Converting, Costs, Found, Matrix, Network, among
 from .progress import tell
 from .visits import propagate
 

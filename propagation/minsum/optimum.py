@@ -17,10 +17,9 @@ from dataclasses import replace
 
 from ...strategy.errors import StrategyError
 from .eliminate import EliminationOrder, affordable, eliminate_in, elimination_order
-from .found import Found
 from .least import least
 from .narrow import Narrowing, narrow
-from .network import Costs, Matrix, network
+from .network import Costs, Found, Matrix, network
 from .visits import revisit
 
 SMALLER = 2.0**26  # sums of a step when larger tables are too much work

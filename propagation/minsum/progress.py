@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ...strategy.basics.under_way import meanwhile, under_way
+from ...strategy.basics.blocks import meanwhile, under_way
 
 Hear = Callable[[float, float], None]  # the cost of the best plan, and the bound
 

@@ -18,8 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..cost.conversion import Floats
-from .found import Found
-from .network import Between, Network
+from .network import Between, Found, Network
 
 
 def propagate(network: Network, sources: list[int], fixed: Mapping[int, int] | None = None) -> Found:

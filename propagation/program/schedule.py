@@ -39,13 +39,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from ..cost.cost import collective_cost, operator_seconds
-from ..cost.operators import LOOKUPS, rates_of
+from ..cost.cost import LOOKUPS, collective_cost, operator_seconds, rates_of
 from ..cost.profile import ALONE, DeviceProfile, Together
 from ..cost.rates import VIEW
 from ..graph.nodes import is_pointwise, is_view, operands
-from ..ops.collectives import convert, convert_group, kind_of
-from ..ops.kinds import WORTH_A_CALL, payload_bytes
+from ..ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
 from ..torch_internals import FakeTensorMode
 from .timeline import COMMUNICATION, COMPUTE, Span
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 
 from ..minsum.eliminate import TABLE_LIMIT
-from ..minsum.found import Found
 from ..minsum.many import optimum_of_many
-from ..minsum.network import Costs
+from ..minsum.network import Costs, Found
 from ..minsum.optimum import optimum
-from ..problem.cost_tables import are_few, costs_of, is_written_out, network_of
-from ..problem.problem import SearchProblem
+from ..problem.problem import SearchProblem, are_few, costs_of, is_written_out, network_of
 from .recursive import recursive_programming
 from .solution import Solution, solution_of
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..minsum.visits import propagate, revisit
-from ..problem.cost_tables import network_of
-from ..problem.problem import Options, SearchProblem, VertexKind
+from ..problem.problem import Options, SearchProblem, VertexKind, network_of
 from .solution import Solution
 
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..cost.conversion import Codes, tie
 from ..minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from ..problem.cost_tables import costs_of, restricted
-from ..problem.problem import SearchProblem
+from ..problem.problem import SearchProblem, costs_of, restricted
 from .solution import Solution
 
 

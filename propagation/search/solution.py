@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ...strategy.errors import VerifyError
 from ..memory.backward_memory import HeldBytes
 from ..memory.keeping import Keeping, cost_with_fates
-from ..minsum.found import Found
+from ..minsum.network import Found
 from ..problem.problem import SearchProblem
 
 

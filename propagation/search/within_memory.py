@@ -33,14 +33,12 @@ from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from ..memory.needs import Needs, needs_of
 from ..memory.stretches import SHORTEST, stretches_of
 from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
-from ..minsum.found import Found
 from ..minsum.narrow import Narrowing
-from ..minsum.network import Costs
+from ..minsum.network import Costs, Found
 from ..minsum.optimum import optimum
 from ..minsum.progress import tell
 from ..minsum.reduce import reduced
-from ..problem.cost_tables import network_of
-from ..problem.problem import AMONG, Recompute, SearchProblem, Settings
+from ..problem.problem import AMONG, Recompute, SearchProblem, Settings, network_of
 from .solution import Solution
 
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough

@@ -82,7 +82,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "the price of a collective has the wrong number of bytes",
-        "propagation/ops/kinds.py",
+        "propagation/ops/collectives.py",
         "return 2 * _once(payload, n)", "return _once(payload, n)",
         "propagation/cost/test_cost.py::test_a_ring_of_4_ranks",
     ),
@@ -256,7 +256,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "hooks are not called",
-        "propagation/capture/hooks/module_hooks.py",
+        "propagation/capture/hooks.py",
         "answer = call(*seen)", "answer = None",
         "models/test_hooks.py::test_a_hook_sees_what_it_would_on_one_device",
     ),

@@ -50,10 +50,9 @@ from torch._subclasses.fake_tensor import (
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.graph.graph import Graph
+from partway.propagation.graph.graph import Graph, constant_nodes, differentiated
 from partway.propagation.graph.nodes import draws_random_numbers, operands, operator_name, shape, source_of, tensor_of
 from partway.propagation.graph.port import Port, Role
-from partway.propagation.graph.queries import constant_nodes, differentiated
 from partway.propagation.graph.structure import flatten
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import SearchProblem, Settings, VertexKind

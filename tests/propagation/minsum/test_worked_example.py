@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from partway.propagation.minsum.eliminate import eliminate
-from partway.propagation.minsum.found import Found
 from partway.propagation.minsum.least import least
 from partway.propagation.minsum.many import optimum_of_many
 from partway.propagation.minsum.messages import Messages, colours
 from partway.propagation.minsum.narrow import Narrowing
-from partway.propagation.minsum.network import Costs, network
+from partway.propagation.minsum.network import Costs, Found, network
 from partway.propagation.minsum.reduce import reduced
 from partway.propagation.minsum.visits import propagate, revisit
 

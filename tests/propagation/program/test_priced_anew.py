@@ -45,9 +45,8 @@ from partway.propagation.graph.port import Role
 from partway.propagation.memory.fates import AGAIN
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.minsum.network import Costs
-from partway.propagation.problem.cost_tables import costs_of
 from partway.propagation.problem.formulate import formulate
-from partway.propagation.problem.problem import Option, SearchProblem, Settings, Vertex, VertexKind
+from partway.propagation.problem.problem import Option, SearchProblem, Settings, Vertex, VertexKind, costs_of
 from partway.propagation.program.collective import Conversion
 from partway.propagation.program.lower import lower
 from partway.propagation.program.program import Program, verify_program
