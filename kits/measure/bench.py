@@ -29,8 +29,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from partway.fusion import FusionMode, Span
-from partway.fusion.program import Program
+from partway.fusion import FusionMode
 from partway.measure.bench_page import page
 from partway.measure.calibrate import calibrate, check_devices, threads_of
 from partway.measure.clock import wait_for
@@ -50,6 +49,8 @@ from partway.measure.contenders import (
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 from partway.options.context import auto_parallel_context
 from partway.propagation.cost.profile import DeviceProfile, profile_of
+from partway.propagation.program.program import Program
+from partway.propagation.program.timeline import Span
 from partway.runtime.code.recorders import record_collectives, record_timeline
 from partway.runtime.launching.gpus import may_share
 from partway.sharding import compile
@@ -120,7 +121,7 @@ def gradients_of(work: Workload, world: int) -> int:
         parallel_mode="data_parallel", device_num=world, batch_norm_parts=parts, comm_fusion={"openstate": False}
     ):
         program = compile(work.model(torch.float32), batch).program
-    conversions = program.step.program.conversions
+    conversions = program.conversions
     return sum(
         c.phase == "backward" and c.kind is Kind.ALL_REDUCE and conversions[c.tag].parameter
         for c in program.collectives

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from partway.fusion.program import Program
-from partway.fusion.schedule import Meter, with_values
-from partway.fusion.timeline import COMPUTE
 from partway.measure.clock import seconds_of
 from partway.measure.workloads import Workload
 from partway.options.context import auto_parallel_context
 from partway.propagation.cost.cost import kind_of_call, name_of_call
 from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
 from partway.propagation.graph.nodes import computed_again, operator_of
+from partway.propagation.program.program import Program
+from partway.propagation.program.schedule import Meter
+from partway.propagation.program.timeline import COMPUTE
 from partway.runtime.code.recorders import record_timeline
 from partway.sharding import shard
 
@@ -106,11 +106,11 @@ def no_longer_than(seconds: Mapping[K, float], step: float) -> dict[K, float]:
 
 def _samples(program: Program, seconds: Mapping[tuple[str, str], float]) -> Iterator[OperatorSample]:
     """The times of the calls of one program, by their phases and names."""
-    step = with_values(program.step)
+    step = program.with_values()
     of_operators: dict[str, OperatorSample] = {}
     gradients: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # the seconds and flops of each one's backward
     for phase, graph in ((FORWARD, step.forward.graph), (BACKWARD, step.backward.graph if step.backward else None)):
-        meter = Meter(graph, step.program.mesh, program.profile) if graph is not None else None
+        meter = Meter(graph, step.mesh, program.profile) if graph is not None else None
         for node in graph.nodes if graph is not None else ():
             taken = seconds.get((phase, node.name))
             if taken is None or meter is None:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 
-from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
+from partway.propagation.program.timeline import COMMUNICATION, COMPUTE, Span
 from partway.runtime.code import recorders as record
 from partway.runtime.launching.process import get_group_size, get_rank
 from partway.show.lanes import SCRIPT, STYLE, Lane, lanes_figure

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from partway.engine.engine import Engine, stands_alone, uncompiled
-from partway.fusion.program import Program
 from partway.options.context import current
 from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.capture.manual.manual_capture import trace_ranks
@@ -19,6 +18,7 @@ from partway.propagation.graph.structure import Call, check_call, flatten_call, 
 from partway.propagation.manual.manual import Crossing, TracedManual
 from partway.propagation.ops.python.manual import call_manual, keep
 from partway.propagation.plan.plan import Plan
+from partway.propagation.program.program import Program
 from partway.requests.request import Request, by_argument, check_out_strategy, check_target
 from partway.strategy import (
     Layout,

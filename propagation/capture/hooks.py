@@ -96,11 +96,14 @@ def awake() -> contextlib.AbstractContextManager[None]:
 
 
 def rest_outside(store: dict[int, Any], rest: bool) -> None:
-    """Let the hooks in `store` that compute parameters `rest` except during a capture; without `rest`, wake them."""
-    for hook in store.values():
+    """Let the hooks in `store` that compute parameters `rest` except during a capture; without `rest`, wake them. Each
+    is replaced by one of another class with the same attributes."""
+    for key, hook in store.items():
         if computes_parameters(hook) and hasattr(hook, "_rests") is not rest:
             kind: Any = type(hook)
-            hook.__class__ = _resting(kind) if rest else kind.__bases__[0]
+            other = _resting(kind) if rest else kind.__bases__[0]
+            store[key] = other.__new__(other)
+            store[key].__dict__ = vars(hook)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,6 +1,6 @@
 """A problem as numbers: the cost of each option by itself, and of each pair of options of two vertices.
 
-The three operators of the room's page, two options each:
+The three operators of __init__.py, with two options each:
 
     Costs(unary=((1, 0), (3, 2), (0, 6)), pairs={(0, 1): ((0, 5), (5, 0)), (1, 2): ((0, 4), (4, 0))})
 
@@ -26,8 +26,8 @@ from ..cost.conversion import Codes, ConversionTable, Floats, Mask
 
 @dataclass(frozen=True)
 class Costs:
-    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
-    what option i of a and option j of b cost together. Arrays that are one object are solved once."""
+    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b, is
+    the cost of option i of a together with option j of b. Arrays that are one object are computed once."""
 
     unary: tuple[Floats, ...]
     pairs: Mapping[tuple[int, int], Floats]

@@ -1,4 +1,5 @@
-"""The three operators of the room's page: the heads of its modules say the truth about them."""
+"""The three operators of minsum/__init__.py have the costs, choices and bounds that the docstrings of its modules
+state."""
 
 import numpy as np
 import pytest

@@ -1,10 +1,21 @@
 """The predicted schedule of one step on one rank: when each operator and each collective runs.
 
-There are two lanes. Operators run on the compute lane in the order of the graph. Collectives are issued at their place
-in the graph and run one after another on the communication lane; a queued one has a shorter latency. While both lanes
-run they may slow each other down, by the factors of the profile: on a CPU they share its cores. An operator that reads
-the result of a collective waits for it, and so do all operators behind it. This is how a rank runs its graph
-(`runtime/executors/execute.py`). The backward starts when all of the forward has ended.
+Five nodes of a graph, in this order, with the seconds that each takes alone:
+
+    node             seconds    lane             starts    ends
+    a                2          compute          0         2
+    all_reduce(a)    3          communication    2         5
+    b = f(a)         2          compute          2         4
+    all_reduce(b)    2          communication    5         7       the lane is free at 5
+    all_reduce(a)+1  1          compute          5         6       waits for its operand
+
+The step takes 7 s. Operators run for 5 of them, so 2 s of communication are exposed.
+
+Operators run on the compute lane in the order of the graph. Collectives are issued at their place in the graph and run
+one after another on the communication lane; a queued one has a shorter latency. While both lanes run, each may slow the
+other down by the factors of the profile: on a CPU they share the cores. An operator that reads the result of a
+collective waits for it, and so do all later operators. This is how a rank runs its graph
+(`runtime/executors/execute.py`). The backward starts after the forward has ended.
 
 The times of operators are those of `propagation/cost/cost.py`, with PyTorch's formulas for the FLOPs of matrix
 products, convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless
@@ -13,12 +24,11 @@ the profile has a measured time for their calls.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,18 +37,14 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..propagation.cost.cost import LOOKUPS, collective_cost, operator_seconds, rates_of
-from ..propagation.cost.profile import ALONE, DeviceProfile, Together
-from ..propagation.cost.rates import VIEW
-from ..propagation.graph.graph import Text
-from ..propagation.graph.nodes import is_pointwise, is_view, operands
-from ..propagation.ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
-from ..propagation.program.segments import Like, pieces_of
-from ..propagation.program.step import Step
-from ..propagation.torch_internals import FakeTensorMode
-from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from .events import Compute, Event, Offer, Send
+from ...strategy.mesh import Mesh
+from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
+from ..cost.cost import LOOKUPS, collective_cost, operator_seconds, rates_of
+from ..cost.profile import ALONE, DeviceProfile, Together
+from ..cost.rates import VIEW
+from ..graph.nodes import is_pointwise, is_view, operands
+from ..ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
+from ..torch_internals import FakeTensorMode
 from .timeline import COMMUNICATION, COMPUTE, Span
 
 aten = torch.ops.aten
@@ -73,16 +79,14 @@ class Schedule:
         return max(self.seconds - self.computing, 0.0)
 
 
-def predict(forward: fx.Graph, backward: fx.Graph | None, mesh: Mesh, profile: DeviceProfile) -> Schedule:
-    """The schedule of the graphs of a Step, whose placeholders have their local values in `meta["val"]`.
+def predict(graphs: Mapping[str, fx.Graph], mesh: Mesh, profile: DeviceProfile) -> Schedule:
+    """The schedule of the graphs of a program, by phase, whose placeholders have their local values in `meta["val"]`.
 
     Raises StrategyError for a mesh with more devices than the network of the profile joins.
     """
     spans: list[Span] = []
     start = 0.0
-    for phase, graph in (("forward", forward), ("backward", backward)):
-        if graph is None:
-            continue
+    for phase, graph in graphs.items():
         work = work_of(graph, mesh, profile)
         played, end = play([(node,) for node in graph.nodes], work, profile.together)
         for ((node,), begin, ended), item in zip(played, work.values(), strict=True):
@@ -224,48 +228,6 @@ class _Lanes:
             self.starts[self.under_way[0][0]] = when
 
 
-def events_of(
-    order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
-) -> tuple[tuple[Event, ...], bool]:
-    """The events of `order`, in which each of `members` stands where it is ready, and whether a member reads another
-    one, which events do not represent.
-    """
-    position = {node: index for index, node in enumerate(members)}
-    events: list[Event] = []
-    reads: dict[fx.Node, frozenset[int]] = {}  # the members on which a node's value depends
-    over: dict[fx.Node, frozenset[int]] = {}  # the other collectives that a reader of the node has to wait for
-    waited: set[int] = set()
-    chained, count = False, 0
-    for unit in order:
-        item = work[unit[0]]
-        operands = [operand for node in unit for operand in node.all_input_nodes]
-        read = frozenset[int]().union(*(reads[operand] for operand in operands))
-        others = frozenset[int]().union(*(over[operand] for operand in operands)) - waited
-        if unit[0].op == "output":
-            continue
-        if unit[0] in position:
-            chained |= bool(read)
-            events.append(Offer(position[unit[0]], tuple(sorted(others))))
-            read, others = frozenset({position[unit[0]]}), frozenset()
-        elif not item.late:
-            seconds = item.seconds if item.lane == COMPUTE else 0.0
-            last = events[-1] if events else None
-            if not (read or others) and type(last) is Compute and not (last.others or last.members):
-                events[-1] = Compute(last.seconds + seconds)
-            elif read or others or seconds:
-                events.append(Compute(seconds, tuple(sorted(others)), tuple(sorted(read))))
-            if not read:
-                waited |= others
-                others = frozenset()
-            if item.lane == COMMUNICATION:
-                taken = item.waiting + item.per_byte * sum(work[node].payload for node in unit)
-                events.append(Send(count, taken, tuple(sorted(read))))
-                others, count = frozenset({count}), count + 1
-        for node in unit:
-            reads[node], over[node] = read, others
-    return tuple(events), chained
-
-
 # -- What each node takes --------------------------------------------------------------------------------------------
 
 
@@ -273,33 +235,6 @@ def work_of(graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> dict[fx.Node
     """The work of each node of `graph`; raises as `predict`."""
     meter = Meter(graph, mesh, profile)
     return {node: meter.work(node) for node in graph.nodes}
-
-
-def with_values(step: Step) -> Step:
-    """`step` with the local values of its forward in `meta["val"]`. (A differentiated step has them from tracing.)"""
-    if step.backward is not None:
-        return step
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    placed = step.program.inputs
-    with FakeTensorMode(), torch.enable_grad():
-        device = placed[0].port.node.meta["val"].device if placed else torch.device("cpu")
-        inputs = {
-            node: Like.whole(port.local_shape, port.dtype, device, False)
-            for node, port in zip(step.forward.graph.find_nodes(op="placeholder"), placed, strict=True)
-        }
-        likes = pieces_of(step.forward.graph, inputs)[1]
-        graph.output(graph.graph_copy(step.forward.graph, copies))
-        empty = functools.cache(Like.empty)  # many values are alike
-        for node, copy in copies.items():
-            copy.meta["val"] = _tensor_like(likes[node], empty)
-    return replace(step, forward=Text(step.forward, graph))
-
-
-def _tensor_like(like: Any, empty: Callable[[Like], Any]) -> Any:
-    if isinstance(like, Like):
-        return empty(like)
-    return tuple(_tensor_like(one, empty) for one in like) if isinstance(like, tuple) else like
 
 
 class Meter:
