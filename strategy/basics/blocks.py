@@ -82,8 +82,8 @@ def meanwhile(**facts: Any) -> Iterator[None]:
 
 
 # -- The progress of a search: the cost of its best plan, and the lower bound. For the three operators of the page of
-# `propagation/minsum/`, `narrow` from a plan that costs 6 reports (6, 4) after its first sweep: the plan costs 6, and none
-# costs less than 4. Listeners do not affect the search, and without listeners a report costs no time
+# `propagation/minsum/`, `narrow` from a plan that costs 6 reports (6, 4) after its first sweep: the plan costs 6, and
+# none costs less than 4. Listeners do not affect the search, and without listeners a report costs no time
 
 Hear = Callable[[float, float], None]  # the cost of the best plan, and the bound
 
