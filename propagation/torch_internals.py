@@ -217,6 +217,12 @@ def hooks_in(module: torch.nn.Module, kind: str) -> dict[int, Any]:
     return hooks
 
 
+def stores_of(module: torch.nn.Module, kind: str) -> list[dict[int, Any]]:
+    """The dicts in which a module keeps its hooks of a kind, and their flags."""
+    hooks = hooks_in(module, kind)
+    return [hooks, hook_flags(module, kind)] if kind in ("forward_pre", "forward") else [hooks]
+
+
 def remove_hooks(module: torch.nn.Module, is_unwanted: Callable[[Any], bool]) -> None:
     """Remove a module's own forward hooks and forward pre-hooks for which `is_unwanted` is true."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):

@@ -148,7 +148,7 @@ class Layout:
         return tuple(layout(self.mesh, chosen) for chosen in itertools.product(*choices))
 
     def __str__(self) -> str:
-        return "[" + " ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)) + "]"
+        return "[" + " ".join([f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)]) + "]"
 
 
 @lru_cache(maxsize=65536)

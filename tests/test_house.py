@@ -39,8 +39,7 @@ runtime/launching/test_security.py               runtime/launching: job
 runtime/tensors/test_replaced.py                 runtime/tensors: tracked
 runtime/ranks/test_watch.py                      runtime/ranks: world
 api/test_bad_input.py                            partway/requests: request
-api/test_bad_input.py                            partway/annotations: argument_names
-api/options/test_context.py                      partway/options: algo base fields parallel
+api/options/test_context.py                      partway/options: algo base parallel
 ecosystem/test_one_behaviour.py                  partway/engine: state_dicts
 ecosystem/test_around.py                         runtime/tensors: split_operators
 kits/operator/test_kubernetes_outages.py         kits/operator: lease

@@ -3,7 +3,6 @@
 The input is `PlanInputs` (the captured graph, the `Request` of a `shard` or `compile`, the options). The output is, for
 a mesh, `Annotations`: the layouts that the search may choose from, by the name of the tensor.
 
-    argument_names    the arguments and results to which the entries of a request belong
     constrain         while a function is captured: marks the tensors that are annotated inside it
     constraint_text   a strategy as text, the form of such a mark in the graph
     given             the part of each input that a process is given, by the dataset_strategy

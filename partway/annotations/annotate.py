@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from partway.annotations.argument_names import by_argument, check_out_strategy
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.given import given_strategies
-from partway.options.fields import DatasetMode, ParallelMode
-from partway.options.parallel import ParallelContext
+from partway.options.parallel import DatasetMode, ParallelContext, ParallelMode
 from partway.propagation.graph.graph import Graph, beside_losses, in_caches
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Port, Role
@@ -22,7 +20,7 @@ from partway.propagation.ops.collectives import constrain
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import Allowed
 from partway.requests.plan_inputs import PlanInputs
-from partway.requests.request import Request, requests
+from partway.requests.request import Request, by_argument, check_out_strategy, requests
 from partway.strategy import Annotation, Layout, Mesh, Problem, Replicate, Shard, StrategyError, check_strategies
 from partway.strategy.basics.suggest import did_you_mean, there_are
 from partway.strategy.errors import raise_problems

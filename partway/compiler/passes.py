@@ -24,7 +24,7 @@ from partway.fusion.by_size import AUTO_MB
 from partway.fusion.fuse import fuse_program
 from partway.fusion.members import MB
 from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
-from partway.options.fields import ParallelMode
+from partway.options.parallel import ParallelMode
 from partway.propagation.capture.hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import DeviceProfile

@@ -30,8 +30,7 @@ from partway.engine.materialize import Init, PartInitialiser, check_materialized
 from partway.engine.placing import FirstCall, Placing, placing
 from partway.engine.runner import Runner
 from partway.options.context import current, current_algo
-from partway.options.fields import ParallelMode
-from partway.options.parallel import ParallelContext
+from partway.options.parallel import ParallelContext, ParallelMode
 from partway.propagation.capture.export.dispatch_modes import attributes_of
 from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of

@@ -9,7 +9,6 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from partway.annotations.argument_names import by_argument, check_out_strategy
 from partway.engine.engine import Engine, stands_alone, uncompiled
 from partway.options.context import current
 from partway.propagation.capture.export.tracing import capturing
@@ -20,7 +19,7 @@ from partway.propagation.manual.manual import Crossing, TracedManual
 from partway.propagation.ops.python.manual import call_manual, keep
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
-from partway.requests.request import Request, check_target
+from partway.requests.request import Request, by_argument, check_out_strategy, check_target
 from partway.strategy import (
     Layout,
     Mesh,

@@ -1,6 +1,6 @@
 """The checked requests of users: the arguments of `shard` and `compile`, DTensors, rules of operators.
 
-request.py          the arguments of one `shard` or `compile`, and checks that they can be split; a module's engine
+request.py          the arguments of one `shard` or `compile`, the tensors that they name, and what can be split
 dtensors.py         DTensors as annotations
 user_rules.py       `partway.rule`
 plan_inputs.py      all inputs of a plan

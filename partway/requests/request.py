@@ -4,7 +4,7 @@ tensors of calls can be split at all, and whether the module has an engine alrea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from partway.propagation.graph.structure import Call, name_of
+from partway.propagation.graph.structure import Call, name_of, optional_names, place_names
 from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import is_transformed
 from partway.strategy import Mesh, Problem, StrategyError, form_problems, is_one_strategy
+from partway.strategy.basics.suggest import either, nearest
 from partway.strategy.errors import raise_problems, shown
 from partway.strategy.notation import counted
 
@@ -307,3 +308,37 @@ def check_tensors(call: Call, device: str | None) -> None:
             what = f"is on {tensor.device}, and device={device!r} was asked for"
             problems.append(Problem(where, what, f"move it with .to({device!r})"))
     raise_problems("the tensors of the call cannot be split:", problems)
+
+
+# -- The arguments and results of a call to which the entries of a request belong
+
+
+def by_argument(fn: Any, strategies: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """The strategy of each argument by name. `present`: the arguments with tensors in a call; an argument that is None
+    by default may be missing (labels, in evaluation), and its strategy is then ignored."""
+    if strategies is None:
+        return {}
+    if isinstance(strategies, Mapping):
+        by_name = dict(strategies)
+    else:
+        places = place_names(fn, len(strategies))
+        if len(strategies) > len(places):
+            what = f"has {counted(len(strategies), 'entry', 'entries')} for {counted(len(places), 'argument')}"
+            listed = f" ({', '.join(places)})" if places else ""
+            problems.append(Problem("in_strategy", what + listed, "write one entry per argument, in order"))
+        by_name = dict(zip(places, strategies, strict=False))
+    known = place_names(fn, len(by_name) + 64)
+    for name, strategy in by_name.items():
+        if strategy is not None and name not in present and name not in optional_names(fn):
+            what = "the call passes no tensor for it" if name in known else "there is no such argument"
+            others = nearest(name, present) or present
+            fix = f"annotate {either(map(repr, others))}" if others else "the call passes no tensors at all"
+            problems.append(Problem(f"in_strategy[{name!r}]", what, fix))
+    return by_name
+
+
+def check_out_strategy(strategies: Sequence[Any] | None, results: int, problems: list[Problem]) -> None:
+    """Add a problem if an out_strategy has more entries than there are output tensors (`results`)."""
+    if strategies is not None and len(strategies) > results:
+        what = f"has {counted(len(strategies), 'entry', 'entries')} for {counted(results, 'output tensor')}"
+        problems.append(Problem("out_strategy", what, "write one entry per output tensor, in order"))

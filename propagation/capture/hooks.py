@@ -32,7 +32,15 @@ from ..graph.graph import CalledHooks
 from ..graph.nodes import operands
 from ..graph.structure import flatten, name_of
 from ..ops.python.hooked import HOOKS, Hook, hooked, number_of
-from ..torch_internals import global_hooks, has_old_backward_hooks, hook_flags, hooks_in, tree_flatten, version_of
+from ..torch_internals import (
+    global_hooks,
+    has_old_backward_hooks,
+    hook_flags,
+    hooks_in,
+    stores_of,
+    tree_flatten,
+    version_of,
+)
 
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 _OF_MODELS = ("torch", "transformers")  # their hooks are part of the models: they compute parameters, and fill results
@@ -40,12 +48,6 @@ _KEEPS = frozenset({"STORE_SUBSCR", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"}
 _KEEPING = frozenset(
     {"add", "append", "appendleft", "extend", "insert", "register_hook", "retain_grad", "setdefault", "update"}
 )
-
-
-def stores_of(module: nn.Module, kind: str) -> list[dict[int, Any]]:
-    """The dicts in which a module keeps its hooks of a kind, and their flags."""
-    hooks = hooks_in(module, kind)
-    return [hooks, hook_flags(module, kind)] if kind in ("forward_pre", "forward") else [hooks]
 
 
 def _package(hook: Any) -> str:

@@ -22,5 +22,4 @@ optimum.py      the three together, for costs that are written out
 many.py         the same for costs that are too many to be written out
 least.py        for problems too large to eliminate: reduce.py shrinks them, messages.py bounds them, forests.py
                 finds plans to start from, branch.py branches
-progress.py     reports the progress of a search to listeners
 """

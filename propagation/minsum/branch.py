@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...strategy.basics.blocks import tell
 from ...strategy.errors import StrategyError
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
 from .forests import Tables, by_ends, improved, kicked
 from .messages import Messages
 from .network import Choice, Costs
-from .progress import tell
 from .reduce import reduced
 
 EASY = 2e7  # sums of an elimination that is done at once

@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...strategy.basics.blocks import tell
 from ..cost.conversion import Floats, Mask
 from .eliminate import eliminate_in, elimination_order
 from .forests import forest
 from .narrow import ROUND, SWEEPS, Narrowing
 from .network import Between, Converting, Costs, Found, Matrix, Network, among
-from .progress import tell
 from .visits import propagate
 
 BEST = 48  # options of each vertex that are written out to find a plan, once at most LEFT are left on average

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...strategy.basics.blocks import tell
 from ..cost.conversion import Floats
 from .network import Between, Network
-from .progress import tell
 
 SWEEPS = 40  # at most, forward and backward
 PATIENCE = 12  # sweeps after which narrowing stops once hardly any option goes

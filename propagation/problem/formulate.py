@@ -295,7 +295,7 @@ class _Formulation:
     # -- vertices and edges
 
     def _append(self, vertex: Vertex, produced: tuple[Value, ...]) -> int:
-        if not vertex.options:
+        if not vertex.options.unary.size:
             where = f"operator {vertex.name}"
             raise StrategyError(
                 "no strategy is left", [Problem(where, "its annotations contradict each other", "drop one of them")]

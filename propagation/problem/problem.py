@@ -286,7 +286,9 @@ class TensorFacts:
         Outputs, and parameters that the parallel optimizer keeps in parts, may be gathered even if the settings keep
         splits (`stay_split`).
         """
-        tensor = tensor_of(v)
+        tensor, partial = tensor_of(v), "sum"
+        if v.node.target in MAXIMA and v not in self.differentiable:
+            partial = "max"  # which has no dual
         in_parts = settings.shard_parameters is not None and v.node in self.parameters
         weights = settings.weights
         if settings.grouped and v.node in self.parameters:
@@ -294,7 +296,7 @@ class TensorFacts:
         return conversion_table(
             tuple(tensor.shape),
             tensor.element_size(),
-            self._partial_of(v, tensor.dtype),
+            None if tensor.dtype is torch.bool else partial,
             v in self.flows,
             settings.mesh,
             settings.profile,
@@ -303,13 +305,6 @@ class TensorFacts:
             again=bool(settings.regather) and v in self.weights,
             short=settings.short.intersection(tensor.shape),
         )
-
-    def _partial_of(self, v: Value, dtype: torch.dtype) -> str | None:
-        """The reduction of `v` under Partial: None if there is no Partial, "max" for a maximum without a gradient
-        (Partial(max) has no dual)."""
-        if dtype is torch.bool:
-            return None
-        return "max" if v.node.target in MAXIMA and v not in self.differentiable else "sum"
 
 
 @dataclass(frozen=True)

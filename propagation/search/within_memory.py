@@ -25,6 +25,7 @@ import networkx
 import numpy as np
 from torch import fx
 
+from ...strategy.basics.blocks import tell
 from ...strategy.basics.units import human
 from ...strategy.errors import DoesNotFitError, StrategyError
 from ..cost.conversion import Codes, Floats
@@ -36,7 +37,6 @@ from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, elimin
 from ..minsum.narrow import Narrowing
 from ..minsum.network import Costs, Found
 from ..minsum.optimum import optimum
-from ..minsum.progress import tell
 from ..minsum.reduce import reduced
 from ..problem.problem import AMONG, Recompute, SearchProblem, Settings, network_of
 from .solution import Solution
