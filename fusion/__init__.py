@@ -17,14 +17,19 @@ from __future__ import annotations
 from .fuse import fuse, gradient_collectives, group, member, weight_gathers
 from .members import Member
 from .modes import Fusion, FusionMode, FusionPolicies
-from .schedule import Schedule, predict
-from .timeline import Span, save_chrome_trace
+from .program import Program
+from .schedule import Meter, Schedule, predict, with_values
+from .timeline import COMMUNICATION, COMPUTE, Span, save_chrome_trace
 
 __all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
     "Fusion",
     "FusionMode",
     "FusionPolicies",
     "Member",
+    "Meter",
+    "Program",
     "Schedule",
     "Span",
     "fuse",
@@ -34,4 +39,5 @@ __all__ = [
     "predict",
     "save_chrome_trace",
     "weight_gathers",
+    "with_values",
 ]

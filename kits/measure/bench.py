@@ -29,8 +29,8 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from partway.fusion import FusionMode, Span
-from partway.fusion.program import Program
+from partway import auto_parallel_context, compile
+from partway.fusion import FusionMode, Program, Span
 from partway.measure.bench_page import page
 from partway.measure.calibrate import calibrate, check_devices, threads_of
 from partway.measure.clock import wait_for
@@ -48,16 +48,11 @@ from partway.measure.contenders import (
     turns,
 )
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
-from partway.options.context import auto_parallel_context
-from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.runtime.code.recorders import record_collectives, record_timeline
-from partway.runtime.launching.gpus import may_share
-from partway.sharding import compile
-from partway.strategy.basics.extras import install_extra
-from partway.strategy.basics.files import save
-from partway.strategy.errors import RuntimeStateError
-from partway.strategy.notation import counted
-from partway.strategy.placement import Kind
+from partway.propagation.cost import DeviceProfile, profile_of
+from partway.runtime import record_collectives, record_timeline
+from partway.runtime.launching import gpus
+from partway.strategy import Kind, RuntimeStateError, counted
+from partway.strategy.basics import install_extra, save
 
 MODELS = ("gpt2", "resnet50", "mlp")
 LAYERS = 4  # of GPT-2
@@ -326,7 +321,7 @@ def _say(what: str) -> None:
 def _device(world: int) -> str:
     count = torch.cuda.device_count()
     enough = count > 1 and 1 <= world <= count
-    return "cuda" if enough or (count and may_share()) else "cpu"
+    return "cuda" if enough or (count and gpus.may_share()) else "cpu"
 
 
 def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[ContenderFigures]:

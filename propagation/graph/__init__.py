@@ -11,3 +11,21 @@ A graph is defined here; `capture/` makes it, and all later rooms read it. Nothi
     printer.py     the text of a graph, for everything that prints one
     queries.py     queries of a whole graph: constants, differentiated outputs, gradient flow, recomputed operators
 """
+
+from __future__ import annotations
+
+from .nodes import is_persons
+from .origins import computed_again, operator_of
+from .port import Role
+from .structure import Call, check_call, flatten_call, name_of
+
+__all__ = [
+    "Call",
+    "Role",
+    "check_call",
+    "computed_again",
+    "flatten_call",
+    "is_persons",
+    "name_of",
+    "operator_of",
+]

@@ -16,3 +16,12 @@ local operators and conversions, the same on every rank, in which every collecti
 
 The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/kinds.py`.
 """
+
+from __future__ import annotations
+
+from .collective import PHASES, Collective
+
+__all__ = [
+    "PHASES",
+    "Collective",
+]

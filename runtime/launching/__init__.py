@@ -12,3 +12,37 @@ these.
     job.py              what this process keeps about its job: the one place of such state
     security.py         the way on which nothing leaves the host in plain; interfaces.py: this host's interfaces
 """
+
+from __future__ import annotations
+
+from . import gpus, interfaces, security
+from .certificates import Certificates, Identity, contexts_of, pem_of
+from .door import secret
+from .launchers import SCHEDULER, Launch, is_local, number, simulated, tell_ready
+from .process import before_shutdown, meet, meet_by_scheduler
+from .scheduler import AGAIN, seconds_of, versions
+from .worker import leave
+
+__all__ = [
+    "AGAIN",
+    "SCHEDULER",
+    "Certificates",
+    "Identity",
+    "Launch",
+    "before_shutdown",
+    "contexts_of",
+    "gpus",
+    "interfaces",
+    "is_local",
+    "leave",
+    "meet",
+    "meet_by_scheduler",
+    "number",
+    "pem_of",
+    "seconds_of",
+    "secret",
+    "security",
+    "simulated",
+    "tell_ready",
+    "versions",
+]

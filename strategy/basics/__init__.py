@@ -7,3 +7,47 @@ units, extras       sizes and times in readable units, and how to install an ext
 kits                the doors through which the core calls kits
 under_way           what a thread is capturing and planning
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .first_use import at_first_use
+
+if TYPE_CHECKING:
+    from .choice import Choice
+    from .extras import install_extra
+    from .files import FOREIGN, MARKS, first_problem, held, json_of, naming, reason, replacing, save, write_whole
+    from .suggest import did_you_mean, nearest
+    from .units import human, lasting
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "choice": "Choice",
+            "extras": "install_extra",
+            "files": "FOREIGN MARKS first_problem held json_of naming reason replacing save write_whole",
+            "suggest": "did_you_mean nearest",
+            "units": "human lasting",
+        },
+    )
+
+__all__ = [
+    "FOREIGN",
+    "MARKS",
+    "Choice",
+    "at_first_use",
+    "did_you_mean",
+    "first_problem",
+    "held",
+    "human",
+    "install_extra",
+    "json_of",
+    "lasting",
+    "naming",
+    "nearest",
+    "reason",
+    "replacing",
+    "save",
+    "write_whole",
+]
