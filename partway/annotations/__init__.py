@@ -8,6 +8,7 @@ a mesh, `Annotations`: the layouts that the search may choose from, by the name 
     constraint_text   a strategy as text, the form of such a mark in the graph
     statements        every source (in_strategy, parameter_plan, dataset_strategy, ...) as statements on single tensors
     given             the part of each input that a process is given, by the dataset_strategy
+    manual_layouts    the layouts of a manual function's tensors
     annotate          all statements together: checked on the mesh, and merged into the allowed layouts
 
 Problems are collected, and raised as one StrategyError. `strategy/validate.py` checks the strategies themselves.

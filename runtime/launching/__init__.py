@@ -2,8 +2,8 @@
 
 The input is the variables that a launcher sets, and the protection that a script asks for. The output is a `Launch`
 (this process's rank, and the meeting place), a `Guard` and a `Way` (who is let in, and on which interface), and for a
-worker of the scheduler its store and its rank. Nothing here imports `process.py`, which makes the process group from
-these.
+worker of the scheduler its store and its rank. No other module here imports `process.py`, which makes the process
+group from these.
 
     launchers.py        finds the launcher by the environment: one table of launchers
     scheduler.py        the scheduler of a job; worker.py: a worker's side

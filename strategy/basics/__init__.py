@@ -5,6 +5,7 @@ files, afterwards   atomic writes of files, blocks that clean up
 suggest             names that a person may have meant
 units, extras       sizes and times in readable units, and how to install an extra
 kits                the doors through which the core calls kits
+first_use           names of a package whose modules are imported when they are first used
 under_way           what a thread is capturing and planning
 """
 
