@@ -45,9 +45,9 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
-from partway.fusion.timeline import COMMUNICATION
 from partway.measure.calibrate import calibrate, threads_of
 from partway.measure.clock import wait_for
+from partway.propagation.program.timeline import COMMUNICATION
 from partway.runtime.code.recorders import record_timeline
 from partway.runtime.launching.gpus import take_of
 

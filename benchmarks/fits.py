@@ -56,7 +56,7 @@ from partway.compiler.driver import device_profile
 from partway.compiler.passes import (
     ANNOTATING,
     SEARCHING,
-    PlanDraft,
+    Draft,
     lowered,
     memory_limit,
     run,
@@ -74,7 +74,6 @@ from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.keeping import CHEAP, Fate, KeepProblem, keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import SearchProblem, Vertex, VertexKind
 from partway.propagation.search.solution import Solution
 from partway.requests.plan_inputs import PlanInputs
@@ -467,27 +466,27 @@ def planned(case: Case, layers: int) -> Row:
     except StrategyError as error:
         return Row(limit=limit, seconds=seconds, why=str(error))
     if recipe is not None:
-        return _row(lowered(draft, around).plan, draft, limit, seconds)
+        return _row(lowered(draft, around), limit, seconds)
     begin, before = time.process_time(), sum(seconds.values())
     try:
         made = fitted(draft, around)
     except StrategyError as error:
         return Row(limit=limit, seconds=seconds, why=str(error))
     seconds[FITTED] = time.process_time() - begin - (sum(seconds.values()) - before)
-    return _row(made.planned.plan, made.draft, limit, seconds)
+    return _row(made, limit, seconds)
 
 
-def _by_recipe(inputs: PlanInputs, mesh: Mesh, again: Again, limit: float) -> PlanDraft:
+def _by_recipe(inputs: PlanInputs, mesh: Mesh, again: Again, limit: float) -> Draft:
     """The draft of a recipe up to its solution."""
     formulating = SEARCHING[:1]
     settings = replace(settings_of(inputs, mesh), memory_limit=None)
-    draft = run((*ANNOTATING, *formulating), PlanDraft(inputs, mesh, settings))
+    draft = run((*ANNOTATING, *formulating), Draft(inputs, mesh, settings))
     draft = replace(draft, problem=pinned(draft.problem, inputs.request.module_plan or {}))
     return replace(draft, solution=cheapest(followed(draft.problem, again), limit).solution)
 
 
-def _row(plan: Plan, draft: PlanDraft, limit: float, seconds: Mapping[str, float]) -> Row:
-    profile = draft.settings.profile
+def _row(draft: Draft, limit: float, seconds: Mapping[str, float]) -> Row:
+    plan, profile = draft.plan, draft.settings.profile
     wire: Counter[str] = Counter()
     for c in plan.collectives:
         wire[f"{c.phase} {c.kind.value} {','.join(c.axes)}"] += c.wire_bytes

@@ -259,7 +259,7 @@ def _step(case: Case, quick: bool, fraction: float, limit: float) -> Peak:
     except pw.StrategyError as error:
         return Peak(fraction, limit, enough=_enough(str(error)))
     memory = model.plan.memory
-    made = max(moment.held for moment in moments(model.program.step))
+    made = max(moment.held for moment in moments(model.program))
     return Peak(
         fraction, limit, memory.total, memory.parameters + memory.inputs + made, (found.rest + found.peak,),
         f"{memory.phase} of {memory.at}",

@@ -53,7 +53,7 @@ from transformers import (
 
 from partway.compiler.driver import device_profile
 from partway.compiler.meshes import meshes_to_try
-from partway.compiler.passes import DIFFERENTIATING, lowered, make_step, search_on_cheapest_mesh, timed
+from partway.compiler.passes import DIFFERENTIATING, differentiated_program, lowered, search_on_cheapest_mesh, timed
 from partway.measure.workloads import ResNet50
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
@@ -282,17 +282,17 @@ def measure(case: Case) -> Run:
     inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
     around: Any = timed(seconds, clock=time.process_time)
     draft = search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around)
-    planned = lowered(draft, around)
-    make_step(inputs, planned, differentiated(graph), around)
+    draft = lowered(draft, around)
+    differentiated_program(inputs, draft.program, differentiated(graph), around)
     solution = draft.solution
     return Run(
         seconds=seconds,
         peak=_peak(),
-        operators=len(planned.plan.operators),
+        operators=len(draft.plan.operators),
         vertices=len(draft.problem.vertices),
         width=solution.width,
         gap=0.0 if solution.proven else solution.cost / solution.bound - 1,
-        wire=planned.plan.wire_bytes,
+        wire=draft.plan.wire_bytes,
     )
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from partway.fusion.program import Program
 from partway.propagation.cost.cost import wire_bytes
 from partway.propagation.graph.nodes import is_view
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
+from partway.propagation.program.program import Program
 from partway.strategy.cut import SliceWindow
 from partway.strategy.placement import Kind, placement_from_code
 
@@ -48,7 +48,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
 
 def graphs(program: Program) -> tuple[fx.Graph, ...]:
     """The forward graph and, where something is differentiated, the backward graph."""
-    step = program.step
+    step = program
     return (step.forward.graph,) if step.backward is None else (step.forward.graph, step.backward.graph)
 
 
@@ -210,7 +210,7 @@ def _moments(program: Program) -> tuple[list[_Moment], dict[int, int], frozenset
             moments.append(_Moment(made, frozenset(read | {storage for storage, _ in made})))
         returned = graph.output_node().args[0]
         ends = [storages[end] if isinstance(end, fx.Node) else () for end in returned]  # type: ignore[union-attr]
-        results = len(ends) if backward else len(program.step.program.outputs)
+        results = len(ends) if backward else len(program.outputs)
         kept.update(storage for end in ends[:results] for storage in end)
         carried = ends[results:]
     return moments, rest, frozenset(kept | rest.keys())

@@ -15,7 +15,7 @@ from partway.propagation.graph.port import Role
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
 from partway.propagation.ops.indexing import position
 from partway.runtime.code.strides import is_loose
-from partway.runtime.step import without_saved
+from partway.runtime.loaded import without_saved
 from partway.runtime.tensors.parameters import gradient_of
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind, Shard, placement_from_code
@@ -82,8 +82,8 @@ class _Node(torch.autograd.Function):
 def local_step(model: Any, batch: Sequence[Tensor], rank: int) -> LocalStep:
     """The LocalStep of `rank` for a sharded `model` and a whole `batch`; the model plans if it has not."""
     model(*batch)
-    step = model.program.step
-    program, mesh = step.program, model.plan.mesh
+    step = model.program
+    program, mesh = step, model.plan.mesh
     inputs = []
     for placed, tensor in zip(program.inputs, inputs_of(model, batch), strict=True):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -100,14 +100,14 @@ def local_step(model: Any, batch: Sequence[Tensor], rank: int) -> LocalStep:
 def inference_step(model: Any, rank: int = 0) -> Callable[[], Any]:
     """What `rank` does in the last call of a sharded `model`, which was one in inference, on made-up tensors of its
     sizes: integers are 0, and booleans true."""
-    step = model.program.step
-    module = without_saved(step.forward, len(step.program.outputs))
+    step = model.program
+    module = without_saved(step.forward, len(step.outputs))
     run = _function(module, model.plan.mesh, rank)
     inputs = [
         (torch.rand if placed.dtype.is_floating_point else torch.zeros)(placed.local_shape, dtype=placed.dtype)
         if placed.dtype != torch.bool
         else torch.ones(placed.local_shape, dtype=torch.bool)
-        for placed in step.program.inputs
+        for placed in step.inputs
     ]
 
     def call() -> Any:
@@ -120,7 +120,7 @@ def inference_step(model: Any, rank: int = 0) -> Callable[[], Any]:
 def inputs_of(model: Any, batch: Sequence[Tensor]) -> list[Tensor]:
     """What the program of a sharded `model` is given in a call with `batch`: parameters and buffers as they are."""
     given = iter(batch)
-    inputs = model.program.step.program.inputs
+    inputs = model.program.inputs
     return [next(given) if p.port.role is Role.INPUT else _held(model, p.port.name) for p in inputs]
 
 

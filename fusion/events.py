@@ -1,7 +1,7 @@
 """A backward as events, and its duration for given groups of its gradients.
 
 Groups do not change the computation, the other collectives or the order of both, except for nodes that read a gradient.
-So the events are read off the graph once (`schedule.events_of`), and any number of groupings is simulated on them.
+So the events are read off the graph once (`events_of`), and any number of groupings is simulated on them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import fx
 
+from ..propagation.program.schedule import Unit, Work
+from ..propagation.program.timeline import COMMUNICATION, COMPUTE
 from .members import Groups, Key, Member
 
 Floats = NDArray[np.float64]
@@ -124,6 +127,48 @@ class GradientEvents:
             for other in others:
                 last[False, other] = max(last.get((False, other), 0), ends[self.places[member][0]])
         return last
+
+
+def events_of(
+    order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
+) -> tuple[tuple[Event, ...], bool]:
+    """The events of `order`, in which each of `members` stands where it is ready, and whether a member reads another
+    one, which events do not represent.
+    """
+    position = {node: index for index, node in enumerate(members)}
+    events: list[Event] = []
+    reads: dict[fx.Node, frozenset[int]] = {}  # the members on which a node's value depends
+    over: dict[fx.Node, frozenset[int]] = {}  # the other collectives that a reader of the node has to wait for
+    waited: set[int] = set()
+    chained, count = False, 0
+    for unit in order:
+        item = work[unit[0]]
+        operands = [operand for node in unit for operand in node.all_input_nodes]
+        read = frozenset[int]().union(*(reads[operand] for operand in operands))
+        others = frozenset[int]().union(*(over[operand] for operand in operands)) - waited
+        if unit[0].op == "output":
+            continue
+        if unit[0] in position:
+            chained |= bool(read)
+            events.append(Offer(position[unit[0]], tuple(sorted(others))))
+            read, others = frozenset({position[unit[0]]}), frozenset()
+        elif not item.late:
+            seconds = item.seconds if item.lane == COMPUTE else 0.0
+            last = events[-1] if events else None
+            if not (read or others) and type(last) is Compute and not (last.others or last.members):
+                events[-1] = Compute(last.seconds + seconds)
+            elif read or others or seconds:
+                events.append(Compute(seconds, tuple(sorted(others)), tuple(sorted(read))))
+            if not read:
+                waited |= others
+                others = frozenset()
+            if item.lane == COMMUNICATION:
+                taken = item.waiting + item.per_byte * sum(work[node].payload for node in unit)
+                events.append(Send(count, taken, tuple(sorted(read))))
+                others, count = frozenset({count}), count + 1
+        for node in unit:
+            reads[node], over[node] = read, others
+    return tuple(events), chained
 
 
 def seconds(problem: GradientEvents, groups: Groups) -> float:

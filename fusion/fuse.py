@@ -3,13 +3,16 @@
 gradients   all_reduce and reduce_scatter, in the backward: a group is issued when its last member is ready
 weights     all_gather, in the forward, and in the backward where weights are gathered again: a group is issued
             when the group before it is first used, so that at most two groups of whole weights are held
+updates     all_reduce of buffer updates, such as BatchNorm's running statistics with statistics of each part of the
+            batch (`batch_norm_parts`): issued in the forward when their operands are ready, and read after all
+            other operators
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any
@@ -19,18 +22,34 @@ from torch import fx
 
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
+from ..propagation.graph.nodes import returned_by
+from ..propagation.graph.port import Role
 from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.kinds import COLLECTIVES, is_gather, payload_bytes
+from ..propagation.program.program import Program
+from ..propagation.program.schedule import UNHEARD, Unit, Work, play, work_of
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
 from .cycles import split_cycles
-from .events import Costs
+from .events import Costs, events_of
 from .members import Groups, Key, Member
 from .modes import Fusion, FusionPolicies
 from .policy import Offers
-from .schedule import UNHEARD, Unit, Work, events_of, play, work_of
 
 Parameters = Mapping[int, tuple[str, str]]  # the conversions of parameters: from a tag to source and target
+
+
+def fuse_program(program: Program, policies: FusionPolicies) -> Program:
+    """`program` with the collectives of its parameters, and of buffer updates, in groups by `policies`."""
+    parameters = {c.tag: (str(c.source), str(c.target)) for c in program.conversions if c.parameter}
+    mesh, profile = program.mesh, program.profile
+    if policies.allgather:
+        program = program.with_values()
+        program = replace(program, forward=fuse(program.forward, parameters, policies, mesh, profile))
+    program = _updates_last(program, policies.allreduce)
+    if program.backward is not None:
+        program = replace(program, backward=fuse(program.backward, parameters, policies, mesh, profile))
+    return program
 
 
 def fuse(
@@ -307,3 +326,70 @@ def rebuild(units: Iterable[Unit]) -> fx.Graph:
             new[node].meta = dict(node.meta)
     graph.lint()
     return graph
+
+
+# -- Buffer updates --------------------------------------------------------------------------------------------------
+
+
+def _updates_last(program: Program, fusion: Fusion | None) -> Program:
+    """`program` with the readers of buffer updates' AllReduces behind all other nodes of its forward.
+
+    The `updates` of `fusion`'s policy groups these AllReduces. Indices and overlap are about gradients, so the modes
+    index and overlap make the groups of auto here.
+    """
+    if not _update_collectives(program):
+        return program
+    if fusion:
+        program = program.with_values()
+    collectives = _update_collectives(program)
+    forward = Text(
+        program.forward, rebuild(_readers_last(program.forward.graph, collectives, _groups(collectives, fusion)))
+    )
+    forward.meta.update(program.forward.meta)
+    return replace(program, forward=forward)
+
+
+def _groups(collectives: list[fx.Node], fusion: Fusion | None) -> Groups:
+    if fusion is None:
+        return tuple((position,) for position in range(len(collectives)))
+    return fusion.policy.updates([member(node) for node in collectives], fusion.config)
+
+
+def _update_collectives(program: Program) -> list[fx.Node]:
+    """The AllReduces of the forward that only buffer updates read; none needs the result of another."""
+    graph = program.forward.graph
+    returned = returned_by(graph)
+    roles = [placed.port.role for placed in program.outputs]
+    kept = {*returned[len(roles) :]}  # for the backward
+    kept |= {node for node, role in zip(returned, roles, strict=False) if role is not Role.BUFFER_UPDATE}
+    aside: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        only = all(user.op == "output" or user in aside for user in node.users)
+        if node.op == "call_function" and node not in kept and only:
+            aside.add(node)
+    updates: dict[fx.Node, None] = {}
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(operand in updates or operand in late for operand in node.all_input_nodes):
+            late.add(node)
+        elif node in aside and node.target is convert and kind_of(*map(str, node.args[1:3])) is Kind.ALL_REDUCE:
+            updates[node] = None
+    return list(updates)
+
+
+def _readers_last(graph: fx.Graph, collectives: list[fx.Node], groups: Groups) -> Iterator[Unit]:
+    """The nodes of `graph`, with each group at the place of its last member, and the readers of groups at the end."""
+    ends = {collectives[positions[-1]]: tuple(collectives[i] for i in positions) for positions in groups}
+    members, late = set(collectives), list[fx.Node]()
+    behind = set(collectives)
+    for node in graph.nodes:
+        if node in members:
+            if node in ends:
+                yield ends[node]
+        elif any(operand in behind for operand in node.all_input_nodes):
+            behind.add(node)
+            late.append(node)
+        else:
+            yield (node,)
+    for node in late:
+        yield (node,)

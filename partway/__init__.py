@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from partway.checkpoints.resume import Resume
     from partway.checkpoints.saving import save
     from partway.compiler.compiled import Compiled
-    from partway.fusion.timeline import save_chrome_trace
     from partway.integrations.loss_monitor import LossMonitor
     from partway.ops.groups import (
         GlobalComm,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
         set_auto_parallel_context,
     )
     from partway.propagation.plan.plan import Plan
+    from partway.propagation.program.timeline import save_chrome_trace
     from partway.ps.context import set_ps_context
     from partway.ps.marks import set_param_ps
     from partway.requests.user_rules import rule
@@ -98,7 +98,7 @@ _HOMES = {
     "compiler.compiled": "Compiled",
     "options.context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
-    "fusion.timeline": "save_chrome_trace",
+    "propagation.program.timeline": "save_chrome_trace",
     "integrations.loss_monitor": "LossMonitor",
     "ops.manual": "manual",
     "ops.groups": """GlobalComm create_group destroy_group get_group_rank_from_world_rank get_group_size get_local_rank

@@ -20,11 +20,11 @@ from partway.compiler.driver import compile_call
 from partway.engine.engine import Engine, attached_engine, stands_alone, uncompiled
 from partway.engine.placing import placing
 from partway.engine.sharded import ShardedModule, sharded_class
-from partway.fusion.program import Program
 from partway.options.context import current, current_algo
 from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
+from partway.propagation.program.program import Program
 from partway.requests.attached import engine_of, set_engine
 from partway.requests.dtensors import inputs_on, own_dtensors, parameters_on, plain
 from partway.requests.request import Request

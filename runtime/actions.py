@@ -1,7 +1,7 @@
 """A step as a list of actions: the work of each stage of a program, in order, with the microbatch of each action.
 
-A stage is a step on a mesh of its own. With one stage and one microbatch the list is `STEP`: the forward, and then the
-backward, which autograd calls by itself (`step.py`). Two stages, two microbatches:
+A stage is a program on a mesh of its own. With one stage and one microbatch the list is `STEP`: the forward, and then
+the backward, which autograd calls by itself (`loaded.py`). Two stages, two microbatches:
 
     stage 0   forward 0   send 0 to 1   forward 1   send 1 to 1   receive 0 from 1   backward 0   ...
     stage 1   receive 0 from 0   forward 0   backward 0   send 0 to 0   receive 1 from 0   forward 1   ...
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..strategy.basics.choice import Choice
 from ..strategy.errors import RuntimeStateError, StrategyError
 from .executors.couriers import Courier, Route
-from .step import CompiledStep
+from .loaded import Loaded
 from .tensors.parameters import gradient_of
 
 
@@ -64,9 +64,9 @@ class StageLink:
     backward: Route
 
     @classmethod
-    def of(cls, stages: Mapping[int, CompiledStep], source: int, output: int, target: int, input: int) -> StageLink:
-        """The link of two steps. Raises StrategyError if a gradient would be sent as partial sums."""
-        out, into = stages[source].step.program.outputs[output], stages[target].step.program.inputs[input]
+    def of(cls, stages: Mapping[int, Loaded], source: int, output: int, target: int, input: int) -> StageLink:
+        """The link of two stages. Raises StrategyError if a gradient would be sent as partial sums."""
+        out, into = stages[source].program.outputs[output], stages[target].program.inputs[input]
         name = f"{out.port.name} of stage {source}"
         there = Route(name, out.shape, out.dtype, out.layout, into.layout)
         back = Route(f"gradient of {name}", out.shape, out.dtype, into.layout.dual(), out.layout.dual())
@@ -78,7 +78,7 @@ class StageLink:
 class Stage:
     """A stage while its actions run.
 
-    step       the step that it runs; with a backward if there are actions for one
+    loaded     the program that it runs; with a backward if there are actions for one
     given      the tensors of a microbatch, in the order of the program's inputs; None for inputs from another stage
     links      from its results to other stages, and from other stages to its inputs
     tangents   of a microbatch: those of the results that it differentiates and that have no link, in their order
@@ -89,13 +89,13 @@ class Stage:
     def __init__(
         self,
         number: int,
-        step: CompiledStep,
+        loaded: Loaded,
         given: Callable[[int], Sequence[Tensor | None]],
         links: Sequence[StageLink],
         courier: Courier,
         tangents: Callable[[int], Sequence[Tensor]] = lambda microbatch: (),
     ) -> None:
-        self.number, self.step, self._given, self._courier, self._tangents = number, step, given, courier, tangents
+        self.number, self.loaded, self._given, self._courier, self._tangents = number, loaded, given, courier, tangents
         self._into = {link.input: link for link in links if link.target == number}
         self._out = {link.output: link for link in links if link.source == number}
         touching = [link for link in links if number in (link.source, link.target)]
@@ -127,17 +127,17 @@ class Stage:
 
     def results(self, microbatch: int) -> list[Tensor]:
         """The results of a forward, as tensors."""
-        shared = self.step.forward.code.shared[: len(self.step.results)]
-        return self.step.executor.leave(self._results[microbatch], self.step.results, shared)
+        shared = self.loaded.forward.code.shared[: len(self.loaded.results)]
+        return self.loaded.executor.leave(self._results[microbatch], self.loaded.results, shared)
 
     def gradients(self) -> dict[int, Tensor]:
         """The gradients, summed over the microbatches, by the place of the input; of a DTensor it is one, too."""
-        backward, given = self.step.backward, self._given(0)
+        backward, given = self.loaded.backward, self._given(0)
         where = [k for k, place in enumerate(backward.places) if place in self._sums]
-        values = self.step.executor.unpack([part for k in where for part in self._sums[backward.places[k]]])
+        values = self.loaded.executor.unpack([part for k in where for part in self._sums[backward.places[k]]])
         placed, shared = [backward.placed[k] for k in where], [False for _ in where]
         found = {}
-        for k, gradient in zip(where, self.step.executor.leave(values, placed, shared), strict=True):
+        for k, gradient in zip(where, self.loaded.executor.leave(values, placed, shared), strict=True):
             primal = given[backward.places[k]]
             assert primal is not None
             found[backward.places[k]] = gradient_of(primal, gradient)
@@ -152,29 +152,29 @@ class Stage:
         return [link.forward if earlier is receiving else link.backward for link in linked]
 
     def _forward(self, action: Action) -> None:
-        step, n = self.step, action.microbatch
+        loaded, n = self.loaded, action.microbatch
         tensors = self._given(n)
         own = [i for i in range(len(tensors)) if i not in self._into]
-        placed = step.step.program.inputs
-        entered = step.executor.enter([tensors[i] for i in own], [placed[i] for i in own])  # type: ignore[misc]
+        placed = loaded.program.inputs
+        entered = loaded.executor.enter([tensors[i] for i in own], [placed[i] for i in own])  # type: ignore[misc]
         values = dict(zip(own, entered, strict=True))
         values |= {i: self._received.pop((link.forward, n)) for i, link in self._into.items()}
-        self._results[n], self._saved[n] = step.forward_of([values[i] for i in range(len(placed))])
+        self._results[n], self._saved[n] = loaded.forward_of([values[i] for i in range(len(placed))])
 
     def _backward(self, action: Action) -> None:
-        step, n = self.step, action.microbatch
+        loaded, n = self.loaded, action.microbatch
         tangents, given = [], iter(self._tangents(n))
-        for i, wanted in enumerate(step.step.wanted):
+        for i, wanted in enumerate(loaded.program.wanted):
             if wanted and i in self._out:
                 tangents.append(self._received.pop((self._out[i].backward, n)))
             elif wanted:
-                tangents += step.executor.enter([next(given)], [step.step.program.outputs[i]])
-        values = step.backward.values([*self._saved.pop(n), *tangents])
-        for place, value in zip(step.backward.places, values, strict=True):
+                tangents += loaded.executor.enter([next(given)], [loaded.program.outputs[i]])
+        values = loaded.backward.values([*self._saved.pop(n), *tangents])
+        for place, value in zip(loaded.backward.places, values, strict=True):
             if place in self._into:
                 self._gradients.setdefault(n, {})[place] = value
                 continue
-            parts = step.executor.pack([value])
+            parts = loaded.executor.pack([value])
             before = self._sums.get(place)
             self._sums[place] = (
                 [part.clone() for part in parts]

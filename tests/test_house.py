@@ -29,9 +29,8 @@ COVERED = """
 propagation/plan/test_plan_files.py              propagation/plan: forms
 propagation/minsum/test_eliminate.py             propagation/minsum: found
 api/compiler/test_captures.py                    propagation/plan: stored_graph
-runtime/test_step.py                             runtime/ranks: doing
-runtime/test_step.py                             runtime/code: loaded
-runtime/test_step.py                             runtime: random_state
+runtime/test_loaded.py                           runtime/ranks: doing
+runtime/test_loaded.py                           runtime: random_state
 models/test_accumulation.py                      runtime/executors: waiting
 models/test_accumulation.py                      propagation/program: accumulate
 runtime/test_actions.py                          runtime/executors: couriers
@@ -42,7 +41,7 @@ runtime/tensors/test_replaced.py                 runtime/tensors: tracked
 runtime/ranks/test_watch.py                      runtime/ranks: world
 api/test_bad_input.py                            partway/requests: request shardable
 api/test_bad_input.py                            partway/annotations: argument_names statements
-api/options/test_context.py                      partway/options: algo base fields in_force parallel refusals
+api/options/test_context.py                      partway/options: algo base fields parallel refusals
 ecosystem/test_one_behaviour.py                  partway/engine: state_dicts
 ecosystem/test_around.py                         runtime/tensors: split_operators
 kits/operator/test_kubernetes_outages.py         kits/operator: lease
@@ -108,23 +107,23 @@ propagation/rules/test_table.py                  propagation/rules/tensors: alon
 propagation/rules/test_table.py                  propagation/rules: builder dims row
 propagation/rules/test_table.py                  propagation/rules/layers: embedding_bag pools
 runtime/executors/test_simulate.py               propagation/ops: collectives
-runtime/executors/test_simulate.py               runtime/code: assemble slices
+runtime/executors/test_simulate.py               runtime/code: assemble
 models/test_given_plans.py                       propagation/plan: replay
 api/reuse/test_cache.py                          propagation/plan: stored
 propagation/plan/test_data.py                    propagation/plan: plan
 models/test_models.py                            propagation/plan: make
 models/test_apart.py                             propagation/program: apart
-propagation/program/test_lower.py                propagation/program: collective local_program
-models/test_options.py                           propagation/program: precision
-propagation/program/test_differentiate.py        propagation/program: segments step
+propagation/program/test_lower.py                propagation/program: collective program
+models/test_options.py                           propagation/program: gradients
+propagation/program/test_differentiate.py        propagation/program: segments
 propagation/rules/test_expand.py                 propagation/rules: local_forms
 api/requests/test_user_rules.py                  propagation/rules: custom
 test_torch_internals.py                          propagation: torch_internals
 test_torch_internals.py                          runtime: torch_internals
 fusion/test_modes.py                             fusion: policy
-fusion/test_fuse.py                              fusion: members program
-fusion/test_schedule.py                          fusion: updates
+fusion/test_fuse.py                              fusion: members
 runtime/code/test_sections.py                    runtime/code: straight_line
+runtime/code/test_recorders.py                   runtime/code: loaded_graph
 models/test_inductor.py                          runtime/code: inductor
 runtime/executors/test_execute.py                runtime/code: memory
 kits/ps/test_clusters.py                         kits/ps: jobs live saving workers

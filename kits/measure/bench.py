@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from partway import auto_parallel_context, compile
-from partway.fusion import FusionMode, Program, Span
+from partway.fusion import FusionMode
 from partway.measure.bench_page import page
 from partway.measure.calibrate import calibrate, check_devices, threads_of
 from partway.measure.clock import wait_for
@@ -49,6 +49,7 @@ from partway.measure.contenders import (
 )
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 from partway.propagation.cost import DeviceProfile, profile_of
+from partway.propagation.program import Program, Span
 from partway.runtime import record_collectives, record_timeline
 from partway.runtime.launching import gpus
 from partway.strategy import Kind, RuntimeStateError, counted
@@ -115,7 +116,7 @@ def gradients_of(work: Workload, world: int) -> int:
         parallel_mode="data_parallel", device_num=world, batch_norm_parts=parts, comm_fusion={"openstate": False}
     ):
         program = compile(work.model(torch.float32), batch).program
-    conversions = program.step.program.conversions
+    conversions = program.conversions
     return sum(
         c.phase == "backward" and c.kind is Kind.ALL_REDUCE and conversions[c.tag].parameter
         for c in program.collectives

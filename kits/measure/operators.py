@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from partway import auto_parallel_context, shard
-from partway.fusion import COMPUTE, Meter, Program, with_values
 from partway.measure.clock import seconds_of
 from partway.measure.workloads import Workload
 from partway.propagation.cost import (
@@ -36,6 +35,7 @@ from partway.propagation.cost import (
     name_of_call,
 )
 from partway.propagation.graph import computed_again, operator_of
+from partway.propagation.program import COMPUTE, Meter, Program
 from partway.runtime import record_timeline
 
 WARM, STEPS = 2, 5  # untimed and timed steps of a probe
@@ -113,11 +113,11 @@ def no_longer_than(seconds: Mapping[K, float], step: float) -> dict[K, float]:
 
 def _samples(program: Program, seconds: Mapping[tuple[str, str], float]) -> Iterator[OperatorSample]:
     """The times of the calls of one program, by their phases and names."""
-    step = with_values(program.step)
+    step = program.with_values()
     of_operators: dict[str, OperatorSample] = {}
     gradients: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # the seconds and flops of each one's backward
     for phase, graph in ((FORWARD, step.forward.graph), (BACKWARD, step.backward.graph if step.backward else None)):
-        meter = Meter(graph, step.program.mesh, program.profile) if graph is not None else None
+        meter = Meter(graph, step.mesh, program.profile) if graph is not None else None
         for node in graph.nodes if graph is not None else ():
             taken = seconds.get((phase, node.name))
             if taken is None or meter is None:

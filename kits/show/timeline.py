@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 
-from partway.fusion import COMMUNICATION, COMPUTE, Span
+from partway.propagation.program import COMMUNICATION, COMPUTE, Span
 from partway.runtime import get_group_size, get_rank
 from partway.runtime import record_timeline as record_spans
 from partway.show.lanes import SCRIPT, STYLE, Lane, lanes_figure

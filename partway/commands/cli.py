@@ -420,8 +420,8 @@ def fusion(
     """Train a data-parallel model with every fusion policy and with DDP, in turns, and compare their step times."""
     import json as notation
 
-    from partway.fusion.timeline import save_chrome_trace
     from partway.measure.bench import bench_fusion, check_plot
+    from partway.propagation.program.timeline import save_chrome_trace
 
     try:
         check_paths({"the figures": json, "the plot": plot, "the timeline": timeline, "the page": html})

@@ -10,10 +10,9 @@ from types import NoneType
 import torch
 
 from partway.annotations.annotate import Annotations
-from partway.compiler.graphs_record import Record, StepRecord
-from partway.compiler.passes import PlanDraft, Planned, StepDraft, accumulated, fused, make_step, make_step_again
+from partway.compiler.graphs_record import ProgramRecord, Record
+from partway.compiler.passes import Draft, accumulated, differentiated_again, differentiated_program, fused
 from partway.compiler.planning_lock import planning
-from partway.fusion.program import Program
 from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import Graph
@@ -21,8 +20,7 @@ from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import SearchProblem
 from partway.propagation.program.accumulate import Accumulation
-from partway.propagation.program.local_program import LocalProgram
-from partway.propagation.program.step import Step
+from partway.propagation.program.program import Program
 from partway.propagation.search.solution import Solution
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.planning_log import telling
@@ -37,7 +35,8 @@ class Compiled:
     """A function planned for one signature.
 
     inputs     the inputs of planning
-    planned    the plan, and the forward of one rank
+    plan       a strategy for every operator, and the costs
+    local      the forward of one rank
     entry      the cache entry on disk of the plan and its programs
     searched   returns the draft of the plan; a plan from disk is searched for again, once
     state      the state on which the call depends beside its arguments
@@ -47,9 +46,10 @@ class Compiled:
     """
 
     inputs: PlanInputs
-    planned: Planned
+    plan: Plan
+    local: Program
     entry: Entry
-    searched: Callable[[], PlanDraft]
+    searched: Callable[[], Draft]
     state: State
     effects: Effects
     record: Record
@@ -69,16 +69,6 @@ class Compiled:
     def profile(self) -> DeviceProfile:
         """The figures of the devices."""
         return self.inputs.profile
-
-    @property
-    def local(self) -> LocalProgram:
-        """The forward of one rank."""
-        return self.planned.local
-
-    @property
-    def plan(self) -> Plan:
-        """A strategy for every operator, and the costs."""
-        return self.planned.plan
 
     @property
     def mesh(self) -> Mesh:
@@ -115,9 +105,9 @@ class Compiled:
         what = f"making a program of {self.name}"
         with planning(), torch.inference_mode(False), telling(what):  # inference would record no gradients
             name = f"program-{_bits(wanted)}"
-            heard = self.record.of_step("" if wanted == differentiated(self.graph) else name)
+            heard = self.record.of_program("" if wanted == differentiated(self.graph) else name)
             program = self.entry.fetch(
-                name, lambda: fused(self._step(wanted, heard), heard.around), Program, derived=True
+                name, lambda: fused(self._draft(wanted, heard), heard.around), Program, derived=True
             )
             heard.made(program)
             return program
@@ -126,21 +116,25 @@ class Compiled:
         """The backwards of `program_for(wanted)` with delayed reductions, or None if no gradient can wait."""
         with planning(), torch.inference_mode(False):
             name = f"accumulation-{_bits(wanted)}"
-            heard = self.record.of_step(name)
+            heard = self.record.of_program(name)
             made = self.entry.fetch(
-                name, lambda: accumulated(self._step(wanted, heard), heard.around), Accumulation, NoneType, derived=True
+                name,
+                lambda: accumulated(self._draft(wanted, heard), heard.around),
+                Accumulation,
+                NoneType,
+                derived=True,
             )
             heard.made(made)
             return made
 
-    def step_again(self, local: LocalProgram, wanted: tuple[bool, ...]) -> Step:
-        """The step of `local`, the forward of one rank or the program of its gradients, whose outputs marked in
-        `wanted` are differentiated more than once."""
+    def differentiated_again(self, program: Program, wanted: tuple[bool, ...]) -> Program:
+        """`program`, the forward of one rank or the program of its gradients, with a backward of the outputs marked in
+        `wanted` that is differentiated again."""
         with planning(), torch.inference_mode(False):
-            return make_step_again(self.inputs, local, self.planned.parts, wanted)
+            return differentiated_again(self.inputs, program, wanted)
 
-    def _step(self, wanted: tuple[bool, ...], heard: StepRecord) -> StepDraft:
-        return make_step(self.inputs, self.planned, wanted, heard.around)
+    def _draft(self, wanted: tuple[bool, ...], heard: ProgramRecord) -> Draft:
+        return differentiated_program(self.inputs, self.local, wanted, heard.around)
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:

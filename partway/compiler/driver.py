@@ -25,8 +25,7 @@ from partway.compiler.graphs_record import Record, record
 from partway.compiler.meshes import meshes_to_try
 from partway.compiler.passes import (
     Around,
-    PlanDraft,
-    Planned,
+    Draft,
     applied,
     search_on_cheapest_mesh,
     search_on_mesh,
@@ -34,7 +33,7 @@ from partway.compiler.passes import (
 )
 from partway.compiler.pick_by_step_time import earliest
 from partway.compiler.planning_lock import planning
-from partway.compiler.replan_within_memory import Fitted, fitted
+from partway.compiler.replan_within_memory import fitted
 from partway.compiler.suggest_what_fits import InTime, batch_of, least_limit, what_fits, with_batch
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
@@ -46,7 +45,7 @@ from partway.propagation.plan.alternatives import Alternatives, outcome
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import differences
 from partway.propagation.problem.formulate import warn_of_unknown
-from partway.propagation.program.local_program import LocalProgram
+from partway.propagation.program.program import Program
 from partway.propagation.torch_internals import bound_fake_results
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.planning_log import stage, telling
@@ -101,23 +100,24 @@ def _plan(call: CallInputs, captured: Captured, kept: Record, followed: Plan | N
     made = functools.cache(lambda: search_plan(inputs, meshes_to_try(inputs), around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     try:
-        planned = entry.fetch("plan", lambda: made().planned, Planned)
+        plan = entry.fetch("plan", lambda: made().plan, Plan)
+        local = entry.fetch("forward", lambda: made().program, Program)
     except DoesNotFitError as error:
         if not call.advised or followed is not None:
             raise
         raise _with_what_fits(error, call, inputs, kept) from None
     if followed is not None:
         made.cache_clear()  # there may be many sizes, and a draft is large: it is made again on demand
-    kept.planned(planned)
-    warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
+    kept.planned(plan, local)
+    warn_of_unknown(inputs.graph, plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
-        planned.plan.save(context.strategy_ckpt_config.save_file)
-    compiled = Compiled(inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, kept, call.name)
-    planned.plan.of(lambda: _alternatives(made().draft, planned.local), lambda: compiled.program.schedule.spans)
+        plan.save(context.strategy_ckpt_config.save_file)
+    compiled = Compiled(inputs, plan, local, entry, made, captured.state, captured.effects, kept, call.name)
+    plan.of(lambda: _alternatives(made()), lambda: compiled.program.schedule.spans)
     return compiled
 
 
-def search_plan(inputs: PlanInputs, meshes: Sequence[Mesh], around: Around[PlanDraft] = applied) -> Fitted:
+def search_plan(inputs: PlanInputs, meshes: Sequence[Mesh], around: Around = applied) -> Draft:
     """Annotate, formulate and search on each of `meshes`, and lower the best plan: the cheapest, or under level 2 the
     one with the shortest step. If its program exceeds the memory limit, the search is repeated."""
     draft = search_on_cheapest_mesh(inputs, meshes, around)
@@ -184,9 +184,9 @@ def _options(options: ParallelContext | AlgoParameters) -> tuple[Any, ...]:
     return options.model_dump(), sorted(options.model_fields_set)
 
 
-def _alternatives(draft: PlanDraft, local: LocalProgram) -> Alternatives:
-    """The alternatives with which `explain` compares the plan of `local`, made from `draft`."""
-    made = outcome(draft.problem, draft.solution, local)
+def _alternatives(draft: Draft) -> Alternatives:
+    """The alternatives with which `explain` compares the plan of `draft`."""
+    made = outcome(draft.problem, draft.solution, draft.program)
     return Alternatives(draft.problem, made, draft.inputs.context.search_mode, draft.annotations.written)
 
 
@@ -194,13 +194,13 @@ def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs
     """`error`, that no plan of a call fits, with alternatives that would."""
     meshes, batch = meshes_to_try(inputs), batch_of((call.args, call.kwargs))
 
-    def with_part(part: int) -> Fitted:
+    def with_part(part: int) -> Draft:
         args, kwargs = with_batch((call.args, call.kwargs), batch or 1, part)
         smaller = replace(call, args=args, kwargs=kwargs, values=None, late=())
         graph = capture_call(smaller, record).graph
         return fitted(search_on_cheapest_mesh(plan_inputs_of(smaller, graph, inputs.loaded), meshes))
 
-    def within(limit: float) -> Fitted:
+    def within(limit: float) -> Draft:
         roomy = replace(inputs, algo=inputs.algo.model_copy(update={"memory_limit": limit}))
         return fitted(search_on_cheapest_mesh(roomy, meshes))
 

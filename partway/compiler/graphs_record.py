@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import fx
 
 from partway.compiler.graphs_asked import asked
-from partway.compiler.passes import Around, Pass, PlanDraft, Planned, StepDraft, applied
-from partway.fusion.program import Program
+from partway.compiler.passes import Around, Draft, Pass, applied
 from partway.propagation.capture import capture
 from partway.propagation.graph.port import Port
 from partway.propagation.graph.printer import calls_in, named, text_of
 from partway.propagation.plan import report
+from partway.propagation.plan.plan import Plan
 from partway.propagation.program.accumulate import Accumulation
+from partway.propagation.program.program import Program
 from partway.runtime.launching.job import JOB
 from partway.runtime.launching.launchers import launch
 from partway.strategy import RuntimeStateError
@@ -66,10 +67,10 @@ class Record:
         capture.applied(each, module, inputs)
         self.left(each.__name__, lambda: text_of(module.graph, named(inputs)))
 
-    def planning(self, around: Around[PlanDraft]) -> Around[PlanDraft]:
+    def planning(self, around: Around) -> Around:
         """`around` for the passes of PLANNING, and records their results."""
 
-        def heard(each: Pass, draft: PlanDraft) -> PlanDraft:
+        def heard(each: Pass, draft: Draft) -> Draft:
             if self._planned:  # a later search, for an explanation
                 return around(each, draft)
             try:
@@ -85,20 +86,20 @@ class Record:
 
         return heard if self.hears else around
 
-    def planned(self, planned: Planned) -> None:
+    def planned(self, plan: Plan, local: Program) -> None:
         """Record the plan of the call, whether made or loaded."""
         if not self.hears:
             return
         self._planned = True
         if not self._made_plan:
-            self.left("lower", lambda: str(planned.local), _LOADED)
-            self.left("make_plan", lambda: report.text(planned.plan), _LOADED)
+            self.left("lower", lambda: str(local), _LOADED)
+            self.left("make_plan", lambda: report.text(plan), _LOADED)
         with self._unharmed():
-            self._write(PLAN, planned.plan.model_dump_json(indent=1) + "\n")
+            self._write(PLAN, plan.model_dump_json(indent=1) + "\n")
 
-    def of_step(self, name: str) -> StepRecord:
-        """The record of the passes of one step; `name`: "" for that of a usual call."""
-        return StepRecord(self, name)
+    def of_program(self, name: str) -> ProgramRecord:
+        """The record of the passes of one program; `name`: "" for that of a usual call."""
+        return ProgramRecord(self, name)
 
     def left(self, name: str, text: Callable[[], str], note: str = "") -> None:
         """Record that the pass `name` made a value with this text: note the changes, and write it if the level asks
@@ -140,18 +141,18 @@ class Record:
             self._folder = None if isinstance(error, OSError) else self._folder
 
 
-class StepRecord:
-    """Listens to the passes of one step. `name`: the prefix of its files."""
+class ProgramRecord:
+    """Listens to the passes of one program. `name`: the prefix of its files."""
 
     def __init__(self, record: Record, name: str) -> None:
         self._record, self._prefix, self._note = record, name and f"{name}.", _LOADED
 
-    def around(self, each: Pass, draft: StepDraft) -> StepDraft:
+    def around(self, each: Pass, draft: Draft) -> Draft:
         """Run a pass and record its result."""
         after = applied(each, draft)
         self._note = ""
-        if each.makes == "step":  # a program may be one of several, which `made` records together
-            self._record.left(self._prefix + each.name, lambda: str(after.step))
+        if each.name != "fuse":  # it may make one of several programs, which `made` records together
+            self._record.left(self._prefix + each.name, lambda: str(after.program))
         return after
 
     def made(self, made: Program | Accumulation | None) -> None:

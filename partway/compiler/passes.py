@@ -1,11 +1,11 @@
 """The passes in order: from a captured call to the program that every rank runs.
 
     annotate ─▶ formulate ─▶ search ─▶ lower ─▶ make_plan      differentiate ─▶ recompute ─▶ ... ─▶ separate ─▶ fuse
-    └──────────────────── PLANNING ──────────────────────┘     └──────────────────── STEP ────────────────┘
+    └──────────────────── PLANNING ──────────────────────┘     └────────────────── PROGRAM ───────────────┘
 
-A pass is a row of one of two tables, `PLANNING` and `STEP`. It reads a draft, which is frozen, and makes one printable
-value; the next pass reads the draft with that value. A pass depends only on its draft, so equal drafts make equal
-plans. Observers (`verified`, `timed`) wrap each pass: see `Around`.
+A pass is a row of one of two tables, `PLANNING` and `PROGRAM`. It reads a draft, which is frozen, and makes one
+printable value; the next pass reads the draft with that value. A pass depends only on its draft, so equal drafts make
+equal plans. Observers (`verified`, `timed`) wrap each pass: see `Around`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from partway.annotations.annotate import Annotations, annotate
 from partway.fusion.by_size import AUTO_MB
+from partway.fusion.fuse import fuse_program
 from partway.fusion.members import MB
 from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
-from partway.fusion.program import Program, make_program
 from partway.options.fields import ParallelMode
 from partway.propagation.capture.hooks.resting_hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
@@ -39,11 +39,10 @@ from partway.propagation.program.accumulate import Accumulation, accumulation
 from partway.propagation.program.apart import of_outputs
 from partway.propagation.program.derivative import differentiate_again
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.local_program import LocalProgram, verify_program
+from partway.propagation.program.gradients import reduce_in_float32, scale_parameter_gradients
 from partway.propagation.program.lower import lower
-from partway.propagation.program.precision import reduce_in_float32
+from partway.propagation.program.program import Program, verify_program
 from partway.propagation.program.recompute import checkpointed, planned, recompute, within_others
-from partway.propagation.program.step import Step, scale_parameter_gradients
 from partway.propagation.search.search import SEARCHES, find, search
 from partway.propagation.search.solution import Solution, verify_solution
 from partway.requests.plan_inputs import PlanInputs
@@ -57,47 +56,29 @@ _LATER: Any = None  # a field that a later pass makes
 
 
 @dataclass(frozen=True)
-class PlanDraft:
-    """An unfinished plan of `inputs` on `mesh`. `below`: the cost of a plan on another mesh, an upper bound for the
-    search. `found`: the solution of the search mode, without bound and fates, if FINDING ran. The passes of PLANNING
-    make the other fields."""
+class Draft:
+    """An unfinished plan of `inputs` on `mesh`, or an unfinished program of a finished plan.
+
+    below     the cost of a plan on another mesh, an upper bound for the search
+    found     the solution of the search mode, without bound and fates, if FINDING ran
+    planned   whether the plan has a backward of each output
+    wanted    whether the backward of the program starts from each output
+
+    The passes make the other fields.
+    """
 
     inputs: PlanInputs
     mesh: Mesh
-    settings: Settings
+    settings: Settings = _LATER
     below: float = math.inf
     found: Solution | None = None
     annotations: Annotations = _LATER
     problem: SearchProblem = _LATER
     solution: Solution = _LATER
-    local: LocalProgram = _LATER
-    plan: Plan = _LATER
-
-
-@dataclass(frozen=True)
-class StepDraft:
-    """An unfinished step of a plan: its backward starts from the outputs marked in `wanted`. `planned` marks the
-    outputs for which the plan has a backward. The passes of STEP make the other fields."""
-
-    inputs: PlanInputs
-    local: LocalProgram
-    parts: int
-    planned: tuple[bool, ...]
-    wanted: tuple[bool, ...]
-    step: Step = _LATER
     program: Program = _LATER
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The result of planning: the program of one rank, the plan for people, and the number of parts of the batch."""
-
-    local: LocalProgram
-    plan: Plan
-    parts: int
-
-
-D = TypeVar("D", PlanDraft, StepDraft)
+    plan: Plan = _LATER
+    planned: tuple[bool, ...] = ()
+    wanted: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,15 +92,15 @@ class Pass:
     check: Callable[[Any], object] = id
 
 
-Around = Callable[[Pass, D], D]
+Around = Callable[[Pass, Draft], Draft]
 
 
-def applied(each: Pass, draft: D) -> D:
+def applied(each: Pass, draft: Draft) -> Draft:
     """`draft` after the pass `each`."""
     return replace(draft, **{each.makes: each.run(draft)})
 
 
-def verified(each: Pass, draft: D) -> D:
+def verified(each: Pass, draft: Draft) -> Draft:
     """As `applied`, and raises VerifyError if the result of the pass is malformed."""
     draft = applied(each, draft)
     each.check(draft)
@@ -127,11 +108,11 @@ def verified(each: Pass, draft: D) -> D:
 
 
 def timed(
-    seconds: dict[str, float], around: Around[D] = applied, clock: Callable[[], float] = time.perf_counter
-) -> Around[D]:
+    seconds: dict[str, float], around: Around = applied, clock: Callable[[], float] = time.perf_counter
+) -> Around:
     """As `around`, and adds the time of each pass, by `clock`, to `seconds`, by the pass's name."""
 
-    def timing(each: Pass, draft: D) -> D:
+    def timing(each: Pass, draft: Draft) -> Draft:
         start = clock()
         try:
             return around(each, draft)
@@ -141,7 +122,7 @@ def timed(
     return timing
 
 
-def run(passes: Iterable[Pass], draft: D, around: Around[D] = applied) -> D:
+def run(passes: Iterable[Pass], draft: Draft, around: Around = applied) -> Draft:
     """`draft` after all of `passes`, each run by `around`."""
     for each in passes:
         with stage(each.name):
@@ -152,12 +133,12 @@ def run(passes: Iterable[Pass], draft: D, around: Around[D] = applied) -> D:
 # -- From a graph to a plan
 
 
-def _formulate(draft: PlanDraft) -> SearchProblem:
+def _formulate(draft: Draft) -> SearchProblem:
     notes = draft.annotations
     return formulate(draft.inputs.graph, draft.settings, notes.allowed, notes.as_it_lies)
 
 
-def _search(draft: PlanDraft) -> Solution:
+def _search(draft: Draft) -> Solution:
     inputs = draft.inputs
     if inputs.replayed is not None:
         return replay(draft.problem, inputs.replayed)
@@ -166,9 +147,14 @@ def _search(draft: PlanDraft) -> Solution:
     return search(draft.problem, inputs.context.search_mode, draft.below, draft.found)
 
 
-def _make_plan(draft: PlanDraft) -> Plan:
+def _lower(draft: Draft) -> Program:
+    program = lower(draft.problem, draft.solution.choice, draft.solution.keeping)
+    return replace(program, parts=draft.annotations.parts)
+
+
+def _make_plan(draft: Draft) -> Plan:
     mode, written = draft.inputs.context.search_mode, draft.annotations.written
-    return make_plan(draft.problem, draft.solution, draft.local, mode, written)
+    return make_plan(draft.problem, draft.solution, draft.program, mode, written)
 
 
 ANNOTATING = (Pass("annotate", "annotations", lambda draft: annotate(draft.inputs, draft.mesh)),)
@@ -180,30 +166,28 @@ FINDING = Pass("search", "found", lambda draft: find(draft.problem, draft.inputs
 LOWERING = (
     Pass(
         "lower",
-        "local",
-        lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
-        lambda draft: verify_program(draft.local),
+        "program",
+        _lower,
+        lambda draft: verify_program(draft.program),
     ),
     Pass("make_plan", "plan", _make_plan, lambda draft: verify(draft.inputs.graph)),  # passes must not change the graph
 )
 PLANNING = (*ANNOTATING, *SEARCHING, *LOWERING)
 
 
-def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around[PlanDraft] = applied) -> Planned:
-    """The plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError if annotations cannot be satisfied,
-    or memory does not suffice."""
+def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around = applied) -> Draft:
+    """The draft with a plan of `inputs` on `mesh`: all passes of PLANNING. Raises StrategyError if annotations cannot
+    be satisfied, or memory does not suffice."""
     with uncollected():
         return lowered(search_on_mesh(inputs, mesh, math.inf, around), around)
 
 
 @uncollected()
-def search_on_cheapest_mesh(
-    inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft] = applied
-) -> PlanDraft:
+def search_on_cheapest_mesh(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around = applied) -> Draft:
     """The draft, up to its solution, of the cheapest plan on any of `meshes`; of equal plans, that on the first mesh. A
     mesh on which an annotation cannot be satisfied is skipped; if all are, raises the StrategyError of the first.
     """
-    best: PlanDraft | None = None
+    best: Draft | None = None
     refused: StrategyError | None = None
     for start in _starts(inputs, meshes, around):
         try:
@@ -219,10 +203,10 @@ def search_on_cheapest_mesh(
     return replace(best, below=math.inf, found=None)  # later searches are on this mesh only
 
 
-def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft]) -> Sequence[PlanDraft]:
+def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around) -> Sequence[Draft]:
     """The drafts on `meshes`. In a heuristic mode, solutions are found first and sorted by cost, so that the slow
     parts, the bound and the fates, are computed on one mesh only."""
-    starts = [PlanDraft(inputs, mesh, settings_of(inputs, mesh)) for mesh in meshes]
+    starts = [Draft(inputs, mesh, settings_of(inputs, mesh)) for mesh in meshes]
     given = inputs.replayed is not None or inputs.followed is not None
     if len(starts) == 1 or given or SEARCHES[inputs.context.search_mode].exact:
         return starts
@@ -233,13 +217,13 @@ def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft
     return sorted(starts, key=lambda start: float(costs[start.mesh]))
 
 
-def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around[PlanDraft] = applied) -> PlanDraft:
+def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around = applied) -> Draft:
     """The draft of a plan on `mesh`, up to its solution. The search is repeated with other settings if an operator
     cannot run on its part of the batch."""
-    return _searched(PlanDraft(inputs, mesh, settings_of(inputs, mesh), below), around)
+    return _searched(Draft(inputs, mesh, settings_of(inputs, mesh), below), around)
 
 
-def _searched(draft: PlanDraft, around: Around[PlanDraft]) -> PlanDraft:
+def _searched(draft: Draft, around: Around) -> Draft:
     if draft.found is not None:
         return run(SEARCHING[1:], draft, around)
     draft = run(ANNOTATING, draft, around)
@@ -253,11 +237,10 @@ def _searched(draft: PlanDraft, around: Around[PlanDraft]) -> PlanDraft:
     return draft
 
 
-def lowered(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Planned:
-    """The plan of a draft with a solution, and the program of one rank."""
+def lowered(draft: Draft, around: Around = applied) -> Draft:
+    """A draft with a solution, with its plan and the forward of one rank."""
     with uncollected(), none_of_all_modules():
-        draft = run(LOWERING, draft, around)
-    return Planned(draft.local, draft.plan, draft.annotations.parts)
+        return run(LOWERING, draft, around)
 
 
 def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
@@ -293,16 +276,16 @@ def memory_limit(asked: float | None, profile: DeviceProfile) -> float | None:
     return None if math.isinf(asked) else asked
 
 
-# -- From a plan to a step
+# -- From a plan to the graphs of a step
 
 
-def _differentiate(draft: StepDraft) -> Step:
-    """The step with the backward of every planned output, if the wanted ones can be separated from it; else of the
+def _differentiate(draft: Draft) -> Program:
+    """The program with the backward of every planned output, if the wanted ones can be separated from it; else of the
     wanted ones."""
-    return differentiate(draft.local, draft.planned if _is_separable(draft) else draft.wanted)
+    return differentiate(draft.program, draft.planned if _is_separable(draft) else draft.wanted)
 
 
-def _is_separable(draft: StepDraft) -> bool:
+def _is_separable(draft: Draft) -> bool:
     """Whether the wanted outputs are some, but not all, of those for which the plan has a backward."""
     pairs = zip(draft.wanted, draft.planned, strict=True)
     return (
@@ -310,26 +293,26 @@ def _is_separable(draft: StepDraft) -> bool:
     )
 
 
-def _recompute(draft: StepDraft) -> Step:
-    return recompute(draft.step, checkpointed(draft.step) | planned(draft.step))
+def _recompute(draft: Draft) -> Program:
+    return recompute(draft.program, checkpointed(draft.program) | planned(draft.program))
 
 
-def _reduce_in_float32(draft: StepDraft) -> Step:
-    return reduce_in_float32(draft.step) if draft.inputs.context.gradient_fp32_sync else draft.step
+def _reduce_in_float32(draft: Draft) -> Program:
+    return reduce_in_float32(draft.program) if draft.inputs.context.gradient_fp32_sync else draft.program
 
 
-def _scale_gradients(draft: StepDraft) -> Step:
+def _scale_gradients(draft: Draft) -> Program:
     mean = draft.inputs.context.gradients_mean
-    return draft.step if mean else scale_parameter_gradients(draft.step, draft.parts)
+    return draft.program if mean else scale_parameter_gradients(draft.program, draft.program.parts)
 
 
-def _separate(draft: StepDraft) -> Step:
-    return of_outputs(draft.step, draft.wanted) if _is_separable(draft) else draft.step
+def _separate(draft: Draft) -> Program:
+    return of_outputs(draft.program, draft.wanted) if _is_separable(draft) else draft.program
 
 
-def _fuse(draft: StepDraft) -> Program:
+def _fuse(draft: Draft) -> Program:
     policies = small_groups(draft.inputs.context.fusion_policies, draft.inputs.algo.memory_limit)
-    return make_program(draft.step, policies, draft.inputs.profile)
+    return fuse_program(draft.program, policies)
 
 
 def small_groups(policies: FusionPolicies, limit: float | None) -> FusionPolicies:
@@ -347,49 +330,49 @@ def _is_auto(fusion: Fusion | None) -> bool:
 
 
 DIFFERENTIATING = (
-    Pass("differentiate", "step", _differentiate),
-    Pass("recompute", "step", _recompute),
-    Pass("recompute_within_others", "step", lambda draft: recompute(*within_others(draft.step))),
-    Pass("reduce_in_float32", "step", _reduce_in_float32),
-    Pass("scale_gradients", "step", _scale_gradients),
-    Pass("separate", "step", _separate),
+    Pass("differentiate", "program", _differentiate),
+    Pass("recompute", "program", _recompute),
+    Pass("recompute_within_others", "program", lambda draft: recompute(*within_others(draft.program))),
+    Pass("reduce_in_float32", "program", _reduce_in_float32),
+    Pass("scale_gradients", "program", _scale_gradients),
+    Pass("separate", "program", _separate),
 )
 DIFFERENTIATING_AGAIN = (
-    Pass("differentiate_again", "step", lambda draft: differentiate_again(draft.local, draft.wanted)),
-    *(step for step in DIFFERENTIATING if step.name in ("reduce_in_float32", "scale_gradients")),
+    Pass("differentiate_again", "program", lambda draft: differentiate_again(draft.program, draft.wanted)),
+    *(each for each in DIFFERENTIATING if each.name in ("reduce_in_float32", "scale_gradients")),
 )
 FUSING = (Pass("fuse", "program", _fuse),)
-STEP = (*DIFFERENTIATING, *FUSING)
+PROGRAM = (*DIFFERENTIATING, *FUSING)
 
 
-def make_step(
-    inputs: PlanInputs, planned: Planned, wanted: tuple[bool, ...], around: Around[StepDraft] = applied
-) -> StepDraft:
-    """The draft of the step of a plan whose backward starts from the outputs marked in `wanted`, up to its fusion."""
-    draft = StepDraft(inputs, planned.local, planned.parts, differentiated(inputs.graph), wanted)
+def differentiated_program(
+    inputs: PlanInputs, program: Program, wanted: tuple[bool, ...], around: Around = applied
+) -> Draft:
+    """The draft of a plan's program, up to its fusion, whose backward starts from the outputs marked in `wanted`."""
+    draft = Draft(inputs, program.mesh, program=program, planned=differentiated(inputs.graph), wanted=wanted)
     with own_saved_tensors(), uncollected(), none_of_all_modules():
         return run(DIFFERENTIATING, draft, around)
 
 
-def make_step_again(inputs: PlanInputs, local: LocalProgram, parts: int, wanted: tuple[bool, ...]) -> Step:
-    """The step of `local`, up to its fusion; the outputs marked in `wanted` are differentiated more than once."""
-    draft = StepDraft(inputs, local, parts, wanted, wanted)
+def differentiated_again(inputs: PlanInputs, program: Program, wanted: tuple[bool, ...]) -> Program:
+    """`program`, up to its fusion, with a backward of the outputs marked in `wanted` that is differentiated again."""
+    draft = Draft(inputs, program.mesh, program=program, planned=wanted, wanted=wanted)
     with own_saved_tensors(), uncollected(), none_of_all_modules():
-        return run(DIFFERENTIATING_AGAIN, draft, applied).step
+        return run(DIFFERENTIATING_AGAIN, draft).program
 
 
-def fused(draft: StepDraft, around: Around[StepDraft] = applied) -> Program:
-    """The program of a draft with a step."""
+def fused(draft: Draft, around: Around = applied) -> Program:
+    """The program of a draft with a backward, after fusion."""
     with uncollected():
         return run(FUSING, draft, around).program
 
 
-def accumulated(draft: StepDraft, around: Around[StepDraft] = applied) -> Accumulation | None:
-    """The backwards of a draft with a step, with delayed reductions, or None if no gradient can wait."""
-    parts = accumulation(draft.step)
+def accumulated(draft: Draft, around: Around = applied) -> Accumulation | None:
+    """The backwards of a draft's program with delayed reductions, or None if no gradient can wait."""
+    parts = accumulation(draft.program)
     if parts is None:
         return None
-    last, rest = (fused(replace(draft, step=step), around).step for step in (parts.last, parts.rest))
+    last, rest = (fused(replace(draft, program=program), around) for program in (parts.last, parts.rest))
     return replace(parts, last=last, rest=rest)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from partway.compiler.passes import SEARCHING, Around, PlanDraft, applied, lowered, run
+from partway.compiler.passes import SEARCHING, Around, Draft, applied, lowered, run
 from partway.compiler.replan_within_memory import program_of
 from partway.propagation.cost.cost import Level
 from partway.propagation.problem.problem import Settings
@@ -24,7 +24,7 @@ PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of co
 ROUNDING = 1 - 1e-9  # a relative difference below this does not count
 
 
-def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft:
+def earliest(draft: Draft, around: Around = applied) -> Draft:
     """Under level 2, the draft, up to its solution, of the plan with the shortest step among `draft` and those found at
     several prices of communication on its mesh. Under other levels, or if a plan was given, `draft` itself."""
     inputs = draft.inputs
@@ -44,13 +44,13 @@ def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft
     return replace(best, solution=replace(best.solution, ends=Ends(ends, min(bound, ends))))
 
 
-def _priced(draft: PlanDraft, price: float) -> Settings:
+def _priced(draft: Draft, price: float) -> Settings:
     """The settings of `draft` with this price of communication, and parameters in groups."""
     weights = draft.settings.weights
     priced = replace(weights, wire=price * weights.wire, latency=price * weights.latency)
     return replace(draft.settings, weights=priced, grouped=True)
 
 
-def _end_of(draft: PlanDraft, around: Around[PlanDraft]) -> float:
+def _end_of(draft: Draft, around: Around) -> float:
     """The predicted seconds of the step of a draft with a solution."""
-    return program_of(draft, lowered(draft, around)).schedule.seconds
+    return program_of(lowered(draft, around)).schedule.seconds

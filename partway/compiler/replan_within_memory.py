@@ -8,19 +8,18 @@ much, the search is repeated with the excess at each operator.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from partway.compiler.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
-from partway.fusion.program import Program
+from partway.compiler.passes import SEARCHING, Around, Draft, applied, differentiated_program, fused, lowered, run
 from partway.propagation.cost.conversion import Floats
 from partway.propagation.graph.origins import computed_again, operator_of
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.data import Memory
 from partway.propagation.plan.plan import Plan
-from partway.propagation.program.step import Step
+from partway.propagation.program.program import Program
 from partway.runtime.executors.peak import moments, peak
 from partway.strategy.errors import DoesNotFitError
 
@@ -29,45 +28,36 @@ TRIES = 6  # searches, each with more uncounted memory than the one before
 AT_OPERATORS = 3  # the first of these, in which it is added at the operators that hold it; later at all operators
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A plan, and the draft with its solution."""
-
-    draft: PlanDraft
-    planned: Planned
-
-
-def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
-    """The plan of a draft with a solution or, if its step would exceed the limit, of another search with less room. A
-    given plan stays as it is. Raises DoesNotFitError if no search finds one that fits."""
-    first, planned = draft, lowered(draft, around)
+def fitted(draft: Draft, around: Around = applied) -> Draft:
+    """The draft with the plan of a draft with a solution or, if its step would exceed the limit, of another search with
+    less room. A given plan stays as it is. Raises DoesNotFitError if no search finds one that fits."""
+    first, draft = draft, lowered(draft, around)
     limit, least = draft.settings.memory_limit, math.inf
-    if limit is None or planned.plan.memory.total < NEAR * limit:
-        return Fitted(draft, planned)
+    if limit is None or draft.plan.memory.total < NEAR * limit:
+        return draft
     for tried in range(TRIES):
-        step = program_of(draft, planned).step
-        memory = memory_of(planned.plan, step)
+        step = program_of(draft)
+        memory = memory_of(draft.plan, step)
         least = min(least, memory.total)
         if memory.total <= limit or draft.inputs.replayed is not None:
-            return Fitted(draft, replace(planned, plan=planned.plan.holding(memory)))
-        beside = _beside(draft, planned.plan, step)
+            return replace(draft, plan=draft.plan.holding(memory))
+        beside = _beside(draft, step)
         if tried >= AT_OPERATORS:
             beside += memory.total - limit
         try:
-            draft = _searched_again(draft, first, beside, around)
+            draft = lowered(_searched_again(draft, first, beside, around), around)
         except DoesNotFitError as error:
             raise error.changed(min(error.least, least), limit) from None
-        planned = lowered(draft, around)
     raise DoesNotFitError(f"on the mesh {draft.mesh}", least, limit, str(memory))
 
 
-def program_of(draft: PlanDraft, planned: Planned) -> Program:
-    """The program of the plan of a draft, with the backward of every differentiable output."""
+def program_of(draft: Draft) -> Program:
+    """The program of a draft with a plan, with the backward of every differentiable output."""
     with torch.inference_mode(False):  # inference mode would record no gradients
-        return fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph)))
+        return fused(differentiated_program(draft.inputs, draft.program, differentiated(draft.inputs.graph)))
 
 
-def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: Around[PlanDraft]) -> PlanDraft:
+def _searched_again(draft: Draft, first: Draft, beside: Floats, around: Around) -> Draft:
     """`draft` searched again with the uncounted memory `beside` of its step. The bound of the first search stays valid:
     less room cannot make plans cheaper."""
     problem = draft.problem
@@ -77,9 +67,9 @@ def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: 
     return replace(draft, solution=replace(draft.solution, bound=bound, binding=True))
 
 
-def memory_of(plan: Plan, step: Step) -> Memory:
+def memory_of(plan: Plan, program: Program) -> Memory:
     """The memory of a rank at the peak of a plan's step, by its graphs."""
-    at, known = peak(step), plan.memory
+    at, known = peak(program), plan.memory
     return Memory(
         parameters=known.parameters,
         optimizer=known.optimizer,
@@ -93,12 +83,13 @@ def memory_of(plan: Plan, step: Step) -> Memory:
     )
 
 
-def _beside(draft: PlanDraft, plan: Plan, step: Step) -> Floats:
+def _beside(draft: Draft, program: Program) -> Floats:
     """The bytes, in the forward or backward of each vertex, that a rank holds and the search has not counted."""
-    always = plan.memory.parameters + plan.memory.optimizer + plan.memory.inputs
+    memory = draft.plan.memory
+    always = memory.parameters + memory.optimizer + memory.inputs
     held: dict[str, float] = {}
     name, most = "", 0.0
-    for moment in moments(step):
+    for moment in moments(program):
         most = max(most, always + moment.held)
         again = moment.phase == "backward" and computed_again(moment.node)
         if again or not operator_of(moment.node):  # its memory counts for the next operator, as that of groups does

@@ -33,7 +33,6 @@ from partway.options.context import current, current_algo
 from partway.options.fields import ParallelMode
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.export.stand_ins import attributes_of
-from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
@@ -56,7 +55,6 @@ from partway.runtime.torch_internals import forward_level
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.basics.under_way import meanwhile, under_way
 from partway.strategy.errors import DoesNotFitError
-from partway.strategy.place import manual_place
 
 _log = logging.getLogger("partway")
 
@@ -148,16 +146,16 @@ class Engine:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
         """Run one call: sharded, as a constraint (inside another capture), or plainly (stand_alone)."""
         original = plain or self.fn
-        context = current()
-        if under_way().planned is self:
+        context, outside = current(), under_way()
+        if outside.planned is self:
             return original(*args, **kwargs)
-        if manual_place() is not None:
+        if outside.manual is not None:
             raise StrategyError(
                 f"{name_of(self.fn)} is sharded and is called inside of a manual function, which is the program of "
                 f"one rank; "
                 "call what was sharded outside of it"
             )
-        if capturing():
+        if outside.capturing:
             return self._constrained(original, args, kwargs)
         if is_transformed_call(self.fn, args, kwargs):
             return self._whole(original, args, kwargs)

@@ -22,11 +22,10 @@ from partway.propagation.graph.graph import Graph
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import Fallback, Settings
-from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.search import SearchMode, search
 from partway.propagation.torch_internals import version_of
-from partway.runtime.step import CompiledStep
+from partway.runtime.loaded import Loaded
 from partway.strategy import Layout, RuntimeStateError, VerifyError
 from partway.strategy.notation import counted
 
@@ -170,14 +169,14 @@ class PartInitialiser:
         problem = formulate(graph, settings, allowed)
         program = lower(problem, search(problem, SearchMode.DYNAMIC_PROGRAMMING).choice)
         executor = self.place.executor(self.settings.mesh)
-        step = CompiledStep(differentiate(program, (False,) * len(graph.outputs)), executor, lambda wanted: step)
+        loaded = Loaded(program, executor, lambda wanted: loaded)
         tensors, operands = one.tensors(), []
         for placed in program.inputs:
             enter = self.place.enter(placed, False)
             tensor = tensors[placed.port.name].detach()
             operands.append(enter(tensor) if enter else tensor)
         parts = {}
-        for placed, value in zip(program.outputs, step(operands), strict=True):
+        for placed, value in zip(program.outputs, loaded(operands), strict=True):
             name = placed.port.name
             parts[name] = value if placed.layout == layouts[name] else self.place.part(value, layouts[name])
         return parts

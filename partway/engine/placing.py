@@ -1,6 +1,6 @@
 """Where a call runs: all ranks simulated in this process, or this rank of a process group.
 
-Every difference between the two is a method of `Placing`, in `Simulated` for one process and in `Launched` for many.
+Every difference between the two is a method of `Placing`, which `Launched` overrides.
 rank_facts.py has the facts by which ranks refuse a program that differs between them.
 """
 
@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from partway.options.context import current_algo
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
-from partway.propagation.program.local_program import PlacedPort
+from partway.propagation.program.program import PlacedPort
 from partway.requests.dtensors import drop_hooks, is_dtensor, noted, plain, whole
 from partway.requests.request import Request
-from partway.runtime.code.loaded import Executor
+from partway.runtime.code.loaded_graph import Executor
 from partway.runtime.executors.one_device import OneDevice
 from partway.runtime.executors.simulate import Simulator
 from partway.runtime.launching.process import get_group_size, get_rank, init, launched
@@ -50,17 +50,18 @@ class FirstCall:
     context: ParallelContext
 
 
-class Placing(Protocol):
-    """The differences between simulation and a process group, around the step itself."""
+class Placing:
+    """Where the ranks of a call are, around the program itself: all of them in this process. Inputs and results are
+    whole, and parameters stay ordinary parameters. `Launched` overrides it for one rank of a process group."""
 
     @property
     def processes(self) -> int | None:
         """The number of processes of the job or of the mesh's part of it, or None in simulation."""
-        ...
+        return None
 
     def executor(self, mesh: Mesh) -> Executor:
-        """The executor of steps on `mesh`."""
-        ...
+        """The executor of programs on `mesh`."""
+        return _simulator(mesh)
 
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         """Prepare a module that has just been sharded by `request`, before any other use of its parameters."""
@@ -68,125 +69,68 @@ class Placing(Protocol):
     def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
         """Before a call is planned, adopt the parameters added to `module` since it was sharded, on `mesh`. Returns
         their names."""
-        ...
+        return ()
 
     def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
         """The call of `first`, with tensors of the global shape in place of those of which this rank has a part."""
-        ...
+        return first.call
 
     def any_rank(self, flag: bool, fn: Any) -> bool:
         """Whether `flag` is set for a call of `fn` on any rank; every rank calls it."""
-        ...
+        return flag
 
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of their global shapes."""
-        ...
+        args, kwargs = first.call.build(first.call.tensors)
+        return args, kwargs
 
     def memory(self, first: FirstCall) -> float | None:
         """The bytes of each device of a call; None: those of its profile."""
-        ...
+        return None
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         """The result of `plan` for the call, checked to be the same on all processes."""
-        ...
+        return plan()
 
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         """The result of `make` for `purpose`, after planning; its `text` is checked to be the same on all processes."""
-        ...
+        return make()
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
         """The observer of every call of `fn`, or None. `own`: the inputs of which each rank is given a part."""
-        ...
+        return None
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """Lay out parameters by the layouts of a plan."""
 
     def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
         """Give a parameter or buffer on the meta device the values of this process's `part`."""
+        hold(module, name, part)
 
     def part(self, whole: Tensor, layout: Layout) -> Tensor:
         """This process's part of a tensor under `layout`, in memory of its own."""
-        ...
+        return whole
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor of which processes may hold parts."""
-        ...
+        return tensor
 
     def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
         """The function from a tensor of a call to the executor's operand, or None if the executor takes the tensor
         itself. `parts`: the parts of the ranks, if each is given one."""
-        ...
+        return None
 
     def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
         """The function from an output of the executor to the caller's tensor, or None if the caller gets the output
         itself. `where`: names the call, if the output is one of the function's results."""
-        ...
-
-    def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
-        """Write a result of the executor, the new value of the call's tensor `given`, into that tensor."""
-
-
-class Simulated:
-    """All ranks in this process: inputs and results are whole, and parameters stay ordinary parameters."""
-
-    @property
-    def processes(self) -> int | None:
-        return None
-
-    def executor(self, mesh: Mesh) -> Executor:
-        return _simulator(mesh)
-
-    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
-        return None
-
-    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
-        return ()
-
-    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
-        return first.call
-
-    def any_rank(self, flag: bool, fn: Any) -> bool:
-        return flag
-
-    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = first.call.build(first.call.tensors)
-        return args, kwargs
-
-    def memory(self, first: FirstCall) -> float | None:
-        return None
-
-    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
-        return plan()
-
-    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
-        return make()
-
-    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
-        return None
-
-    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
-        return None
-
-    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
-        hold(module, name, part)
-
-    def part(self, whole: Tensor, layout: Layout) -> Tensor:
-        return whole
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
-        return None
-
-    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
         return functools.partial(noted, layout=placed.layout) if placed.layout.cuts else None
 
     def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
+        """Write a result of the executor, the new value of the call's tensor `given`, into that tensor."""
         given.copy_(result)
 
 
-class Launched:
+class Launched(Placing):
     """One rank of a process group. Split parameters and results are DTensors with the meaning of one device
     (`tensors/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them. Plain inputs are whole
     on every rank (or this rank's part, by the dataset_strategy); whole results are plain tensors."""
@@ -372,9 +316,6 @@ class Launched:
 
         redistribute(module, layouts)
 
-    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
-        hold(module, name, part)
-
     def part(self, whole: Tensor, layout: Layout) -> Tensor:
         from partway.strategy.torch_mesh import own_rank
 
@@ -519,7 +460,7 @@ def _simulator(mesh: Mesh) -> Executor:
 def placing(mesh: Mesh | None = None) -> Placing:
     """The Placing of this process for calls on `mesh`. In a launched process it starts the process group if there is
     none."""
-    return Launched(mesh) if launched() else Simulated()
+    return Launched(mesh) if launched() else Placing()
 
 
 def settle(module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:

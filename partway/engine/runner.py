@@ -1,4 +1,4 @@
-"""The runner of one planned signature: from the tensors of a call, through the step, to its result.
+"""The runner of one planned signature: from the tensors of a call, through the program, to its result.
 
 It binds parameters and buffers of the module, converts all tensors for the executor, and afterwards writes buffers and
 inputs, repeats the function's side effects in Python, and builds the result.
@@ -16,19 +16,17 @@ from torch import Tensor
 from partway.compiler.compiled import Compiled
 from partway.compiler.planning_lock import planning
 from partway.engine.placing import Change, Placing
-from partway.fusion.program import Program
 from partway.propagation.capture.rewrites.overlap import MemoryRanges, shared
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
-from partway.propagation.program.local_program import LocalProgram
-from partway.propagation.program.step import Step
+from partway.propagation.program.program import Program
 from partway.propagation.torch_internals import buffers_in, parameters_in
 from partway.reuse.courses import MistakenError
 from partway.runtime.executors.waiting import Waiting
+from partway.runtime.loaded import Loaded
 from partway.runtime.random_state import Generators, put_back, states_of
-from partway.runtime.step import CompiledStep
 from partway.strategy import RuntimeStateError
 
 Source = Callable[[], Tensor]
@@ -48,20 +46,20 @@ class Runner:
         self.compiled, self._waiting, self._name, self._place = compiled, waiting, name_of(fn), place
         self.state, self.own = compiled.state, own
         graph = compiled.graph
-        self.nodes = len(graph.nodes) + (4 if graph.differentiable else 2) * len(compiled.local.module.graph.nodes)
-        self.asked = graph.asked
+        self.nodes = len(graph.nodes) + (4 if graph.differentiable else 2) * len(compiled.local.lowered.graph.nodes)
+        self.asked, self._counts = graph.asked, graph.counts
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
         self._has_effects = bool(self._assumed or compiled.effects.writes)
         self._result, self._effects = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
         # tensors that this call overwrites are copied if the backward or a result needs the old values
-        placeholders = compiled.local.module.graph.find_nodes(op="placeholder")
+        placeholders = compiled.local.lowered.graph.find_nodes(op="placeholder")
         self._copied = {
             placed.port.name
             for placed, node in zip(compiled.local.inputs, placeholders, strict=True)
             if placed.port.name in self._updated
-            and (graph.differentiable or may_return(compiled.local.module.graph, node))
+            and (graph.differentiable or may_return(compiled.local.lowered.graph, node))
         }
         self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
         self._differentiable = next(
@@ -72,9 +70,9 @@ class Runner:
         self._enter = [place.enter(placed, None) for placed in compiled.local.inputs]
         where = f"a call of {self._name}"
         self._leave = [place.leave(p, where if p.port.role is Role.RESULT else "") for p in compiled.local.outputs]
-        self._step: CompiledStep | None = None
+        self._loaded: Loaded | None = None
         self._memory = MemoryRanges()  # of state
-        self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
+        self._others: dict[tuple[bool, ...], Loaded] = {}  # by the outputs that they differentiate
 
     def bind(self, fn: Callable[..., Any], own: Mapping[str, Any]) -> None:
         """Look up parameters and buffers in `fn`, where a module may have been replaced. Parameters that the executor
@@ -134,26 +132,26 @@ class Runner:
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether this can run a call with these changing numbers, the last of its tensors."""
-        counts = self.compiled.graph.counts
+        counts = self._counts
         return counts is None or counts.hold([int(tensor) for tensor in tensors[len(tensors) - counts.count :]])
 
-    def load(self) -> CompiledStep:
-        """The step, assembled once. (A cached_property would hold its lock while it waits for other threads.)"""
+    def load(self) -> Loaded:
+        """The program, loaded once. (A cached_property would hold its lock while it waits for other threads.)"""
         with planning():
-            self._step = self._step or self._step_of(self.compiled.program)
-            return self._step
+            self._loaded = self._loaded or self._loaded_as(self.compiled.program)
+            return self._loaded
 
-    def _separated(self, wanted: tuple[bool, ...]) -> CompiledStep:
-        """The step whose backward starts from other outputs than planned."""
+    def _separated(self, wanted: tuple[bool, ...]) -> Loaded:
+        """The program whose backward starts from other outputs than planned."""
         if wanted not in self._others:
             purpose = f"differentiate other results of {self._name}"
             program = self._place.agreed(purpose, lambda: self.compiled.program_for(wanted), str)
-            self._others[wanted] = self._step_of(program)
+            self._others[wanted] = self._loaded_as(program)
         return self._others[wanted]
 
-    def _step_of(self, program: Program) -> CompiledStep:
-        return CompiledStep(
-            program.step,
+    def _loaded_as(self, program: Program) -> Loaded:
+        return Loaded(
+            program,
             self._executor,
             self._separated,
             self._accumulation,
@@ -163,11 +161,9 @@ class Runner:
             differentiate=self._differentiate,
         )
 
-    def _differentiate(self, program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
+    def _differentiate(self, program: Program, wanted: tuple[bool, ...]) -> Program:
         purpose = f"differentiate the gradients of {self._name}"
-        return self._place.agreed(
-            purpose, lambda: self.compiled.step_again(program, wanted), lambda step: f"{step.forward}\n{step.backward}"
-        )
+        return self._place.agreed(purpose, lambda: self.compiled.differentiated_again(program, wanted), str)
 
     def _accumulation(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         purpose = f"put off the reductions of {self._name}"
@@ -195,9 +191,9 @@ class Runner:
             tensors[i] = enter(tensor) if enter else tensor
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
-        step = self._step or self.load()
-        before = states_of(tensors[0].device) if self._assumed and step.random else None
-        for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, written_inputs, strict=True):
+        loaded = self._loaded or self.load()
+        before = states_of(tensors[0].device) if self._assumed and loaded.random else None
+        for value, leave, buffer, written in zip(loaded(tensors), self._leave, buffers, written_inputs, strict=True):
             if written is not None:
                 place, write = written
                 writes.append((write, given[place], value))

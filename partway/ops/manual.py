@@ -11,7 +11,6 @@ from torch import Tensor
 
 from partway.annotations.manual_layouts import InStrategy, in_layouts, out_layouts, words_of
 from partway.engine.engine import Engine, stands_alone, uncompiled
-from partway.fusion.program import Program
 from partway.options.context import current
 from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.capture.manual.manual_capture import trace_ranks
@@ -20,6 +19,7 @@ from partway.propagation.graph.structure import check_call, flatten_call, name_o
 from partway.propagation.manual.manual import Crossing, TracedManual
 from partway.propagation.ops.python.manual import call_manual, keep
 from partway.propagation.plan.plan import Plan
+from partway.propagation.program.program import Program
 from partway.requests.request import Request
 from partway.requests.shardable import check_target
 from partway.strategy import (

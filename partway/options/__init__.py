@@ -8,7 +8,6 @@ validated once, or one ContextError that lists all problems.
     fields       the closed choices, and the types of fields that pydantic does not have
     base         the base class of all options
     refusals     from pydantic's errors to one error in the user's words
-    in_force     the value in force: that of the process, or of a `with` around this thread's code
     typed        the options as type checkers and `help` see them
 
 The functions that users call, and the two values in force, are in `partway.options.context`.

@@ -24,7 +24,7 @@ from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.problem.problem import Fallback
 from partway.propagation.search.search import SearchMode
-from partway.runtime.code.loaded import Backend
+from partway.runtime.code.loaded_graph import Backend
 from partway.strategy.errors import StrategyError
 
 

@@ -250,3 +250,19 @@ def at_source(node: fx.Node) -> str:
     """The source line of `node` as the end of a message, or nothing."""
     line = source_line(node)
     return f"\n  at {line}" if line else ""
+
+
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    """The calls and constants of a graph, in order: all nodes but its inputs and its output."""
+    return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
+
+
+def is_port(node: fx.Node) -> bool:
+    """Whether `node` is an input or the output of its graph."""
+    return node.op in ("placeholder", "output")
+
+
+def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
+    """The nodes that a graph returns, None where there is no value."""
+    returned: Any = next(iter(graph.find_nodes(op="output"))).args[0]
+    return tuple(returned)

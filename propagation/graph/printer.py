@@ -1,4 +1,4 @@
-"""A graph as text: what `str()` of a Graph, of a LocalProgram, of a Step and of a Program prints of its nodes.
+"""A graph as text: what `str()` of a Graph and of a Program prints of its nodes.
 
     parameter up.weight: float32[8, 8]    # 256 B; [8, 8] of [16, 8] [dp:R tp:S0]
     # up: net.py:14, in forward: return self.down(torch.relu(self.up(x)))

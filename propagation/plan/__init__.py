@@ -1,6 +1,6 @@
 """The plan: decisions, their costs and their reasons, as data that outlives the model.
 
-in       a SearchProblem and its Solution (search room), and the LocalProgram lowered from them (program room)
+in       a SearchProblem and its Solution (search room), and the Program lowered from them (program room)
 out      a Plan; and for a given plan, the Solution that it stands for on a problem
 
 make            from the choices of a search to a Plan

@@ -30,9 +30,9 @@ from ..memory.keeping import seconds_again
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.formulate import formulate
 from ..problem.problem import SearchProblem, Vertex
-from ..program.collective import Collective, collectives_of
-from ..program.local_program import LocalProgram
+from ..program.collective import Collective
 from ..program.lower import lower, tensor_name
+from ..program.program import Program
 from ..rules.rule import Exchange
 from ..rules.windows import Halo
 from ..search.exact import dynamic_programming
@@ -73,9 +73,9 @@ class WrittenAnnotation:
         return f"{self.source} {self.texts[0]}" if len(set(self.texts)) == 1 else self.source
 
 
-def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -> Outcome:
+def outcome(problem: SearchProblem, solution: Solution, program: Program) -> Outcome:
     """The outcome of the plan `solution`, lowered to `program`."""
-    collectives = collectives_of(program, problem.settings.profile)
+    collectives = program.planned_collectives
     alone = sum(float(v.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
     if solution.keeping:
         alone += seconds_again(problem, solution.choice, solution.keeping)
@@ -365,7 +365,7 @@ def _listed(collectives: list[Collective]) -> str:
 
 
 class ScheduleSpan(Protocol):
-    """An interval of the schedule of a program; see partway.fusion.timeline.Span."""
+    """An interval of the schedule of a program; see propagation/program/timeline.py."""
 
     @property
     def name(self) -> str:

@@ -22,8 +22,8 @@ from ..graph.nodes import (
 from ..memory.backward_memory import HeldBytes
 from ..memory.fates import Fate
 from ..problem.problem import SearchProblem, Settings, Vertex, VertexKind
-from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option
+from ..program.program import PlacedPort, Program
 from ..search.search import SearchMode
 from ..search.solution import Solution
 from .alternatives import Alternatives, outcome
@@ -34,7 +34,7 @@ from .plan import Plan
 def make_plan(
     problem: SearchProblem,
     solution: Solution,
-    program: LocalProgram,
+    program: Program,
     mode: SearchMode,
     written: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -149,7 +149,7 @@ def _memory(held: HeldBytes, vertices: Sequence[Vertex]) -> Memory:
     )
 
 
-def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgram, mode: SearchMode) -> Certificate:
+def _certificate(problem: SearchProblem, solution: Solution, program: Program, mode: SearchMode) -> Certificate:
     return Certificate(
         mode=mode,
         cost=program.cost,

@@ -20,15 +20,14 @@ from torch import fx
 
 from ..graph.graph import Graph
 from ..graph.port import Port
-from ..program.collective import Collective
-from ..program.local_program import Conversion, LocalProgram, PlacedPort
-from ..program.step import Step
+from ..program.collective import Conversion
+from ..program.program import PlacedPort, Program
 from ..torch_internals import FakeTensor
 from .forms import FORMS, NoFormError, WrongFormError, no_form
 
 __all__ = ["DataReader", "DataWriter", "NoFormError", "WrongFormError", "dump", "load"]
 
-_RECORDS = (Collective, Conversion, LocalProgram, PlacedPort, Step)  # what a row may hold, field by field
+_RECORDS = (Conversion, PlacedPort, Program)  # what a row may hold, field by field
 _PLAIN = (NoneType, bool, int, float, str)
 NO_PORTS: Mapping[tuple[str, int], Port] = {}
 

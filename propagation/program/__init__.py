@@ -1,18 +1,18 @@
 """From a plan's choices to the graphs that every rank runs.
 
-Input: a `SearchProblem` with one option chosen for each vertex. Output: a `Step`: a forward and a backward graph of
+Input: a `SearchProblem` with one option chosen for each vertex. Output: a `Program`: a forward and a backward graph of
 local operators and conversions, the same on every rank, in which every collective is visible.
 
-    local_program.py    the program of one rank as data: its conversions, ports, text, and invariants
-    lower.py            from options to a local program
-    collective.py       the collectives that a program runs, with bytes and predicted time
-    step.py             a training step as data: a forward and a backward graph
-    differentiate.py    from a local program to a step; segments.py cuts it into pieces, and each kind is traced once
+    program.py          the program as data: its graphs, ports, conversions, text, and invariants
+    lower.py            from options to a program with a forward alone
+    collective.py       the conversions of a program, and the collectives that they run, with bytes and predicted time
+    differentiate.py    adds the backward; segments.py cuts the forward into pieces, and each kind is traced once
     derivative.py       the gradients of a program as a program, to differentiate them again
     recompute.py        the values that the backward computes again instead of keeping them
-    precision.py        sums of 16-bit gradients in 32 bits
-    accumulate.py       the backwards of steps whose reductions wait for the last one
+    gradients.py        sums of 16-bit gradients in 32 bits, and gradients multiplied by a factor
+    accumulate.py       the backwards of programs whose reductions wait for the last one
     apart.py            the backwards of outputs that are differentiated one after another
+    schedule.py         the predicted schedule; timeline.py writes it, or a measured one, as a file for Perfetto
 
 The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/kinds.py`.
 """
@@ -20,8 +20,16 @@ The operators of conversions are in `ops/collectives.py`, the table of collectiv
 from __future__ import annotations
 
 from .collective import PHASES, Collective
+from .program import Program
+from .schedule import Meter
+from .timeline import COMMUNICATION, COMPUTE, Span
 
 __all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
     "PHASES",
     "Collective",
+    "Meter",
+    "Program",
+    "Span",
 ]

@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from ..graph.graph import Text
+from ..graph.nodes import is_port, returned_by
 from ..graph.port import Role
-from ..graph.printer import text_of
 from ..ops.collectives import convert, kind_of
-from .local_program import causes
-from .step import Step, is_port, returned_by
+from .program import Program
 
 _add = torch.ops.aten.add.Tensor
 _SCALES_OR_CASTS = (torch.ops.aten.mul.Scalar, torch.ops.aten._to_copy.default)
@@ -26,46 +25,49 @@ _SCALES_OR_CASTS = (torch.ops.aten.mul.Scalar, torch.ops.aten._to_copy.default)
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The backwards of a Step whose reductions wait.
+    """The backwards of a Program whose reductions wait.
 
     inputs   the inputs of the program whose gradients wait
     early    (saved..., tangents...) -> gradients; for `inputs` the addends of this rank
     last     (saved..., tangents..., addends...) -> gradients
-    rest     a Step of which only the backward runs: (addends...) -> their gradients
+    rest     a Program of which only the backward runs: (addends...) -> their gradients
     """
 
     inputs: tuple[int, ...]
-    early: Step
-    last: Step
-    rest: Step
+    early: Program
+    last: Program
+    rest: Program
 
     def __str__(self) -> str:
-        program = self.rest.program
-        waiting = [f"gradient of {program.inputs[i].port.name}" for i in self.inputs]
-        rest = text_of(self.rest.backward.graph, (), waiting, causes(program.conversions, {}))  # type: ignore[union-attr]
-        texts = {"early": self.early.backward_text({}), "last": self.last.backward_text({}), "rest": rest}
+        waiting = [f"gradient of {self.rest.inputs[i].port.name}" for i in self.inputs]
+        texts = {
+            "early": self.early.text("backward"),
+            "last": self.last.text("backward"),
+            "rest": self.rest.text("backward", (), waiting),
+        }
         return "\n\n".join(f"{name}\n{text}" for name, text in texts.items())
 
 
-def accumulation(step: Step) -> Accumulation | None:
-    """How the gradients of `step` accumulate, or None if no reduction of a parameter's gradient can wait."""
-    if step.backward is None:
+def accumulation(program: Program) -> Accumulation | None:
+    """How the gradients of `program` accumulate, or None if no reduction of a parameter's gradient can wait."""
+    if program.backward is None:
         return None
-    needed = [i for i, needs in enumerate(step.needed) if needs]
-    gradients = returned_by(step.backward.graph)
+    needed = [i for i, needs in enumerate(program.needed) if needs]
+    gradients = returned_by(program.backward.graph)
     waiting = {
         needed[k]: reduction
         for k, gradient in enumerate(gradients)
-        if step.program.inputs[needed[k]].port.role is Role.PARAMETER and (reduction := _reduction(gradient, gradients))
+        if program.inputs[needed[k]].port.role is Role.PARAMETER and (reduction := _reduction(gradient, gradients))
     }
     if not waiting:
         return None
     reductions = list(waiting.values())
-    steps = [
-        replace(step, backward=Text(step.backward, make(step.backward, reductions, [needed.index(i) for i in waiting])))
+    places = [needed.index(i) for i in waiting]
+    backwards = [
+        replace(program, backward=Text(program.backward, make(program.backward, reductions, places)))
         for make in (_early, _last, _rest)
     ]
-    return Accumulation(tuple(waiting), *steps)
+    return Accumulation(tuple(waiting), *backwards)
 
 
 def _early(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:

@@ -1,8 +1,9 @@
-"""Backwards of a Step's outputs one after another: the backward of some outputs, and the outputs whose backwards share
-nothing.
+"""Backwards of a program's outputs one after another: the backward of some outputs, and the outputs whose backwards
+share nothing.
 
 PyTorch has a node for each operator, so that a gradient of one output runs, and frees, only the operators that lead to
-it. A Step is one node for them all, and does the same with a backward for each set of outputs that is asked for.
+it. A call of a program is one node for them all, and does the same with a backward for each set of outputs that is
+asked for.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import torch
 from torch import fx
 
 from ..graph.graph import Text
-from ..graph.nodes import operator_name, rearranges
+from ..graph.nodes import calls_of, is_port, operator_name, rearranges, returned_by
 from ..ops.collectives import convert
-from .local_program import LocalProgram
-from .step import Step, calls_of, is_port, returned_by
+from .program import Program
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -26,18 +26,18 @@ _KEEPS_NOTHING = (*_SUMS, _aten.neg.default, _aten.add.Scalar, _aten.sub.Scalar,
 _OF_NO_VALUES = ("ones_like", "full_like", "new_ones", "new_full")  # read only a tensor's shape
 
 
-def of_outputs(step: Step, asked: Sequence[bool]) -> Step:
-    """`step` with the backward of the outputs marked in `asked`, some of those that it differentiates. It takes the
+def of_outputs(program: Program, asked: Sequence[bool]) -> Program:
+    """`program` with the backward of the outputs marked in `asked`, some of those that it differentiates. It takes the
     same saved values; an input on which none of these outputs depends has no gradient."""
-    assert step.backward is not None
-    source, graph = step.backward.graph, fx.Graph()
+    assert program.backward is not None
+    source, graph = program.backward.graph, fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     zero: set[fx.Node] = set()  # the values linear in the tangents that are zero
     linear: set[fx.Node] = set()
     placeholders = source.find_nodes(op="placeholder")
-    tangents = placeholders[len(placeholders) - sum(step.wanted) :]
+    tangents = placeholders[len(placeholders) - sum(program.wanted) :]
     linear.update(tangents)
-    for tangent, ask in zip(tangents, itertools.compress(asked, step.wanted), strict=True):
+    for tangent, ask in zip(tangents, itertools.compress(asked, program.wanted), strict=True):
         if not ask:
             zero.add(tangent)
     for node in placeholders:
@@ -58,7 +58,7 @@ def of_outputs(step: Step, asked: Sequence[bool]) -> Step:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(None if end is None or end in zero else env[end] for end in returned_by(source)))
     graph.eliminate_dead_code(is_impure_node=is_port)
-    return replace(step, backward=Text(step.backward, graph), wanted=tuple(asked))
+    return replace(program, backward=Text(program.backward, graph), wanted=tuple(asked))
 
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
@@ -70,10 +70,10 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
     return zeros
 
 
-def entangled(program: LocalProgram) -> list[set[int]]:
+def entangled(program: Program) -> list[set[int]]:
     """For each output, the outputs, including itself, whose backwards share saved tensors with its own: both depend on
     an operator that keeps something for it. (A sum keeps nothing, nor does an operator that rearranges.)"""
-    graph = program.module.graph
+    graph = program.lowered.graph
     placeholders = graph.find_nodes(op="placeholder")
     needs = {n for n, placed in zip(placeholders, program.inputs, strict=True) if placed.port.requires_grad}
     keeping = set()

@@ -1,17 +1,66 @@
-"""The collectives of a program: the bytes, the cost and the cause of each."""
+"""The conversions of a program, and the collectives that they run: the bytes, the cost and the cause of each."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
 
 from ...strategy.basics.units import human, lasting
 from ...strategy.mesh import Mesh
-from ...strategy.placement import Kind
+from ...strategy.placement import Kind, Placement, kind
+from ..cost.conversion import step_kind
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
-from .local_program import Conversion, LocalProgram
+from ..graph.printer import Notes
+from ..ops.collectives import convert, convert_group, kind_of
+from ..ops.kinds import payload_of_whole
 
 PHASES = ("forward", "backward")
+_NAMED = 4  # tensors of a group that are named at most
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One conversion in a program, and its cause.
+
+    All of `axes`, in the order of the mesh, go from `source` to `target`, like one axis of `size` ranks; size is
+    the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
+    `gradient`: its transpose runs in the planned backward. `again`: it stands for a conversion whose forward runs once
+    more in the backward (recompute.py). `repeated`: its result is not kept, and it runs again where the backward reads
+    it. For an exchange, `whole_bytes` are those of the whole dim.
+    """
+
+    tag: int
+    tensor: str
+    axes: tuple[str, ...]
+    size: int
+    source: Placement
+    target: Placement
+    whole_bytes: int
+    dtype: torch.dtype
+    gradient: bool
+    parameter: bool
+    producer: str
+    consumer: str
+    where: str
+    path: str
+    line: str
+    again: bool = False
+    repeated: bool = False
+
+    def kind(self, phase: str) -> Kind:
+        """The kind of the conversion in the "forward" or the "backward"."""
+        if self.again:
+            return kind(self.source, self.target) if phase == "backward" else Kind.NOTHING
+        return step_kind(self.source, self.target, phase, self.gradient)
+
+    def payload(self, phase: str) -> int:
+        """The payload of its collective in a phase: see `Collective.payload_bytes`."""
+        forward = self.again or phase == "forward"
+        return payload_of_whole(self.kind(phase), self.source, self.target, self.whole_bytes, self.size, forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +128,51 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
     )
 
 
-def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
-    """The collectives of `program`, those of the forward first."""
-    conversions = program.conversions
-    conversions += tuple(replace(c, again=True) for c in conversions if c.repeated)
-    every = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
-    return tuple(c for c in every if c is not None)
+def collectives_in(
+    graph: fx.Graph, phase: str, conversions: Sequence[Conversion], mesh: Mesh, profile: DeviceProfile
+) -> dict[fx.Node, Collective]:
+    """The collectives that a "forward" or "backward" graph issues, by node."""
+
+    def single(tag: int) -> Collective | None:
+        # a conversion in the backward runs, even if the plan has none for the gradient
+        return collective(replace(conversions[tag], gradient=True), phase, mesh, profile)
+
+    found = dict[fx.Node, Collective]()
+    for node in graph.nodes:
+        if node.target is convert:
+            if (alone := single(node.args[5])) is not None:
+                found[node] = alone
+        elif node.target is convert_group:
+            members = [single(tag) for tag in node.args[5]]
+            found[node] = _joined([m for m in members if m is not None], mesh, profile)
+    return found
+
+
+def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Collective:
+    """The collective that carries the tensors of all `members`."""
+    first, payload = members[0], sum(m.payload_bytes for m in members)
+    return replace(
+        first,
+        payload_bytes=payload,
+        wire_bytes=sum(m.wire_bytes for m in members),
+        tensor=f"{len(members)} tensors",
+        predicted_time=collective_seconds(first.kind, payload, mesh, first.axes, profile),
+        members=tuple(m.tensor for m in members),
+    )
+
+
+def causes(conversions: Sequence[Conversion], costs: Mapping[fx.Node, str]) -> Notes:
+    """The notes on the collectives of a graph: their costs, if known, and their causes."""
+
+    def notes(node: fx.Node) -> Iterator[str]:
+        if node in costs:
+            yield costs[node]
+        if node.target is convert_group:
+            tensors = [conversions[tag].tensor for tag in node.args[5]]  # type: ignore[index, union-attr]
+            more = f" and {len(tensors) - _NAMED} more" if len(tensors) > _NAMED else ""
+            yield f"of {', '.join(tensors[:_NAMED])}{more}"
+        elif node.target is convert and kind_of(str(node.args[1]), str(node.args[2])).communicates:
+            c = conversions[node.args[5]]  # type: ignore[index]
+            yield f"of {c.tensor}: {c.producer} meets {c.consumer}"
+
+    return notes

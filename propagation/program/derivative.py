@@ -21,7 +21,7 @@ from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import layout
 from ...strategy.placement import adjoint, placement_from_code
 from ..graph.graph import Text
-from ..graph.nodes import operator_name
+from ..graph.nodes import calls_of, operator_name, returned_by
 from ..graph.port import Port, Role
 from ..ops.collectives import convert
 from ..ops.constants import constant, stationary
@@ -29,9 +29,9 @@ from ..ops.ctc import ctc_backward
 from ..ops.python.functions import run_backward
 from ..ops.python.hooked import hooked_backward, observed
 from ..ops.registration import differentiable, written_forms
+from .collective import Conversion
 from .differentiate import differentiate
-from .local_program import Conversion, LocalProgram, PlacedPort
-from .step import Step, calls_of, inputs_with_gradients, returned_by
+from .program import PlacedPort, Program
 
 aten = torch.ops.aten
 _WORDS = {
@@ -42,8 +42,8 @@ _WORDS = {
 _UNKNOWN = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 
 
-def differentiate_again(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
-    """The Step of `program` if the outputs marked in `wanted` are differentiated more than once. Raises
+def differentiate_again(program: Program, wanted: tuple[bool, ...]) -> Program:
+    """`program` with a backward of the outputs marked in `wanted`, which are differentiated more than once. Raises
     RuntimeStateError for an operator whose gradient PyTorch cannot differentiate."""
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
@@ -61,11 +61,11 @@ def _refused(what: str) -> str:
     )
 
 
-def written_out(program: LocalProgram) -> LocalProgram:
+def written_out(program: Program) -> Program:
     """`program` with Partway's own operators written in PyTorch's, whose gradients all have gradients, and with
     constants that stay constant. Raises RuntimeStateError if a gradient does not depend on the program alone."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(program.module.graph, {}))
+    graph.output(graph.graph_copy(program.lowered.graph, {}))
     for node in calls_of(graph):
         node.target = written_forms.get(node.target, node.target)
         if node.target is aten.detach.default:
@@ -76,24 +76,24 @@ def written_out(program: LocalProgram) -> LocalProgram:
                 raise RuntimeStateError(_refused(str(refused)))
             node.replace_all_uses_with(x)
             graph.erase_node(node)
-    return replace(program, module=Text(program.module, graph))
+    return replace(program, lowered=Text(program.lowered, graph))
 
 
-def gradient_program(step: Step) -> LocalProgram:
-    """The program of the gradients of `step`: from its inputs and the tangents of its differentiated outputs to its
+def gradient_program(program: Program) -> Program:
+    """The program of the gradients of `program`: from its inputs and the tangents of its differentiated outputs to its
     outputs and the existing gradients, in the order of its inputs."""
-    assert step.backward is not None
-    program, graph = step.program, fx.Graph()
+    assert program.backward is not None
+    graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    kept = list(step.backward.graph.find_nodes(op="placeholder"))
-    tangents = [kept.pop() for _ in range(sum(step.wanted))][::-1]
-    for node in (*step.forward.graph.find_nodes(op="placeholder"), *tangents):
+    kept = list(program.backward.graph.find_nodes(op="placeholder"))
+    tangents = [kept.pop() for _ in range(sum(program.wanted))][::-1]
+    for node in (*program.forward.graph.find_nodes(op="placeholder"), *tangents):
         env[node] = graph.placeholder(node.name)
         env[node].target = env[node].name
         env[node].meta = dict(node.meta)
     conversions: list[Conversion] = []
     ends: list[Any] = []
-    for source in (step.forward.graph, step.backward.graph):
+    for source in (program.forward.graph, program.backward.graph):
         for node in calls_of(source):
             if node.target is aten.detach.default:  # a value that autograd saves: gradients pass through it
                 env[node] = env[node.all_input_nodes[0]]
@@ -104,7 +104,7 @@ def gradient_program(step: Step) -> LocalProgram:
                 continue
             if node.target is observed:
                 continue
-            if source is step.backward.graph and _has_no_derivative(node):
+            if source is program.backward.graph and _has_no_derivative(node):
                 raise RuntimeStateError(_refused(_WORDS.get(node.target, operator_name(node))))
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.target is convert:
@@ -123,24 +123,25 @@ def gradient_program(step: Step) -> LocalProgram:
                     )
                 )
         ends.append([None if end is None else env[end] for end in returned_by(source)])
-        if source is step.forward.graph:
+        if source is program.forward.graph:
             env |= zip(kept, ends[0][len(program.outputs) :], strict=True)
     graph.output((*ends[0][: len(program.outputs)], *(end for end in ends[1] if end is not None)))
     constants = {
         str(node.target): getattr(module, str(node.target))
-        for module in (step.forward, step.backward)
+        for module in (program.forward, program.backward)
         for node in module.graph.find_nodes(op="get_attr")
     }
-    differentiated = itertools.compress(program.outputs, step.wanted)
-    return LocalProgram(
+    differentiated = itertools.compress(program.outputs, program.wanted)
+    return Program.of_forward(
         Text(constants, graph),
         program.mesh,
         (*program.inputs, *(_placed(output, Role.INPUT) for output in differentiated)),
         (
             *(replace(output, port=replace(output.port, requires_grad=False)) for output in program.outputs),
-            *(_placed(program.inputs[i], Role.RESULT) for i in inputs_with_gradients(step)),
+            *(_placed(program.inputs[i], Role.RESULT) for i in program.places_of_gradients),
         ),
         tuple(conversions),
+        program.profile,
         program.cost,
     )
 

@@ -1,4 +1,4 @@
-"""From a local program to its forward and backward graphs, in which every collective is visible.
+"""From a lowered program to its forward and backward graphs, in which every collective is visible.
 
 Autograd itself writes the backward. The program is cut into pieces, of which a deep model has few different ones
 (segments.py). Each different piece runs once on fake tensors under `make_fx`, forward and
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch import fx
 from ...strategy.errors import CaptureError, VerifyError
 from ...strategy.placement import BROADCAST, REPLICATE
 from ..graph.graph import Text
-from ..graph.nodes import mark, operator_name, region_of
+from ..graph.nodes import calls_of, is_port, mark, operator_name, region_of, returned_by
 from ..graph.origins import inherit, number, position, tracing
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
@@ -34,9 +34,8 @@ from ..torch_internals import (
     schema_of,
     steps_of_layers,
 )
-from .local_program import LocalProgram
+from .program import Program
 from .segments import Like, Piece, pieces_of
-from .step import Step, calls_of, is_port, returned_by, undo_views
 
 _add = torch.ops.aten.add.Tensor
 # operators that keep less if no gradients are recorded, and their replacements
@@ -44,17 +43,26 @@ _RECORDING: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer
 # Devices whose kernels of recurrent layers look for the weights in one piece of memory, which no traced value has.
 _BY_STEPS = ("cuda",)
 _FILLS = (torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor)  # of the dtype that they write to
+_TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
+_RESHAPES = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.view.default,
+}
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag or the region of a node to that of its copy
 
 
-def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool = False) -> Step:
-    """The Step of `program` if the outputs marked in `wanted` are differentiated; `again`: by operators whose
+def differentiate(program: Program, wanted: tuple[bool, ...], again: bool = False) -> Program:
+    """`program` with a backward if the outputs marked in `wanted` are differentiated; `again`: by operators whose
     gradients have gradients, as autograd does with create_graph=True."""
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
-        return Step(program, program.module, None, wanted, (False,) * len(needed))
-    graph = program.module.graph
+        return replace(program.undifferentiated, wanted=wanted)
+    graph = program.lowered.graph
     device = program.inputs[0].port.node.meta["val"].device
     quietly = torch.autograd.set_detect_anomaly(False)  # anomaly detection would read the values of fake tensors
     with FakeTensorMode(), torch.enable_grad(), compiled_when_run(), quietly:
@@ -71,7 +79,13 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool =
         derivatives = _derivatives(pieces, likes, tangents, again)
         forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
         constants = {name: constant for derivative in derivatives for name, constant in derivative.constants.items()}
-        return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
+        return replace(
+            program,
+            forward=Text(constants, forward),
+            backward=Text(constants, backward),
+            wanted=wanted,
+            needed=needed,
+        )
 
 
 @dataclass(frozen=True)
@@ -398,3 +412,39 @@ def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
     node.target = node.name  # an argument of the graph's function, so it must be unique too
     node.meta["val"] = value
     return node
+
+
+def undo_views(graph: fx.Graph) -> None:
+    """Replace a view of a view by the original where the two are equal: autograd's formulas transpose the weight of a
+    matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. Calling a view takes
+    as long as a small kernel."""
+    for node in calls_of(graph):
+        before = _undone(node)
+        if before is None:
+            continue
+        node.replace_all_uses_with(before)
+        while node is not before and not node.users:
+            inner: Any = node.args[0]
+            graph.erase_node(node)
+            node = inner
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """The original of a view of views, if the view has its shape and strides again; else None."""
+    inner = node.args[0] if node.target in _TRANSPOSES | _RESHAPES else None
+    if not isinstance(inner, fx.Node):
+        return None
+    if node.target in _TRANSPOSES:
+        dims: tuple[Any, ...] = node.args[1:]
+        before: tuple[Any, ...] = inner.args[1:]
+        again = inner.target is node.target and {*dims} == {*before}
+        return inner.all_input_nodes[0] if again else None
+    while inner.target in _RESHAPES:
+        inner = inner.all_input_nodes[0]
+        if (_shape(inner), inner.meta["val"].stride()) == (_shape(node), node.meta["val"].stride()):
+            return inner
+    return None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)

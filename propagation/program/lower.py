@@ -49,14 +49,15 @@ from ..ops.python.manual import call_manual, manual_of
 from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
 from ..rules.rule import Emitter, Hop, Localize, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
-from .local_program import Conversion, LocalProgram, PlacedPort
+from .collective import Conversion
+from .program import PlacedPort, Program
 
 _slice = torch.ops.aten.slice.Tensor
 _expand, _index = torch.ops.aten.expand.default, torch.ops.aten.index.Tensor
 LARGE_CONSTANT = 1e6  # bytes from which a part of a constant is computed by itself, and not cut out of the whole
 
 
-def lower(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None = None) -> LocalProgram:
+def lower(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None = None) -> Program:
     """The program of the options `choice` of `problem`. `keeping`: the fates of results; None: nothing runs again."""
     return _Lowering(problem, choice, keeping).program()
 
@@ -89,7 +90,7 @@ class _Lowering:
         self.constant_parts: dict[fx.Node, fx.Node] = {}  # from nodes that compute parts to their constants
         self.regions: dict[tuple[fx.Node, int], int] = {}  # regions of torch.utils.checkpoint inside manual functions
 
-    def program(self) -> LocalProgram:
+    def program(self) -> Program:
         inputs = []
         whole = Layout.replicated(self.settings.mesh)
         for port in self.problem.graph.inputs:
@@ -122,8 +123,14 @@ class _Lowering:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         module = Text({}, self.graph)
-        return LocalProgram(
-            module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions), self.cost
+        return Program.of_forward(
+            module,
+            self.settings.mesh,
+            tuple(inputs),
+            tuple(outputs),
+            tuple(self.conversions),
+            self.settings.profile,
+            self.cost,
         )
 
     def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:

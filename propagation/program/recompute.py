@@ -19,39 +19,40 @@ from torch import fx
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Shard, kind, placement_from_code
 from ..graph.graph import Text
-from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, region_of
+from ..graph.nodes import calls_of, draws_random_numbers, is_pointwise, is_view, region_of, returned_by
 from ..graph.origins import compute_again, computed_again
 from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
-from .local_program import Conversion
-from .step import Step, calls_of, returned_by, undo_views
+from .collective import Conversion
+from .differentiate import undo_views
+from .program import Program
 
 _slice = torch.ops.aten.slice.Tensor
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
-    """`step` with those of its saved values that are in `chosen`, nodes of its forward, computed again in the
+def recompute(program: Program, chosen: Collection[fx.Node]) -> Program:
+    """`program` with those of its saved values that are in `chosen`, nodes of its forward, computed again in the
     backward, each right before its first use.
 
     They are computed from values not in `chosen`: from inputs, and from values that are saved for it. A conversion that
     runs again has its own entry among the program's, marked `again`.
     """
-    count = len(step.program.outputs)
-    saved = returned_by(step.forward.graph)[count:]
+    count = len(program.outputs)
+    saved = returned_by(program.forward.graph)[count:]
     again = _needed([node for node in saved if node in chosen], chosen)
-    if step.backward is None or not any(node in again for node in saved):
-        return step
-    place = {node: i for i, node in enumerate(step.forward.graph.nodes)}
+    if program.backward is None or not any(node in again for node in saved):
+        return program
+    place = {node: i for i, node in enumerate(program.forward.graph.nodes)}
     leaves = {operand for node in again for operand in node.all_input_nodes if operand not in again}
     kept = list(dict.fromkeys([*(s for s in saved if s not in again), *sorted(leaves, key=place.__getitem__)]))
 
-    results = returned_by(step.forward.graph)[:count]
-    forward = _computing((*results, *kept), step.forward.graph)
+    results = returned_by(program.forward.graph)[:count]
+    forward = _computing((*results, *kept), program.forward.graph)
 
-    backward, conversions = fx.Graph(), list(step.program.conversions)
-    placeholders = step.backward.graph.find_nodes(op="placeholder")
+    backward, conversions = fx.Graph(), list(program.conversions)
+    placeholders = program.backward.graph.find_nodes(op="placeholder")
     stands_for = dict(zip(placeholders, saved, strict=False))
     standing = dict(zip(saved, placeholders, strict=False))
     values = {node: _placeholder_like(backward, standing.get(node, node)) for node in kept}
@@ -71,21 +72,21 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
             env[node] = values[stands_for[node]]
         return env[node]
 
-    for node in calls_of(step.backward.graph):
+    for node in calls_of(program.backward.graph):
         for operand in node.all_input_nodes:
             value(operand)
         env[node] = backward.node_copy(node, env.__getitem__)
-    returned = returned_by(step.backward.graph)
+    returned = returned_by(program.backward.graph)
     backward.output(tuple(None if node is None else value(node) for node in returned))
     undo_views(backward)
     constants = {
         str(node.target): getattr(module, str(node.target))
-        for module in (step.forward, step.backward)
+        for module in (program.forward, program.backward)
         for node in module.graph.find_nodes(op="get_attr")
     }
     return replace(
-        step,
-        program=replace(step.program, conversions=tuple(conversions)),
+        program,
+        conversions=tuple(conversions),
         forward=Text(constants, forward),
         backward=Text(constants, backward),
     )
@@ -130,11 +131,11 @@ def _once_more(conversions: list[Conversion], node: fx.Node, tag: int) -> Conver
     return replace(conversions[_tag(node)], tag=tag, again=True)
 
 
-def planned(step: Step) -> frozenset[fx.Node]:
-    """The nodes of the forward of `step` that the plan has the backward compute again, and those that cost nothing
+def planned(program: Program) -> frozenset[fx.Node]:
+    """The nodes of the forward of `program` that the plan has the backward compute again, and those that cost nothing
     again: views, and elementwise operators that only the backward reads, or whose operands are constants."""
-    graph = step.forward.graph
-    live = _needed(list(returned_by(graph)[: len(step.program.outputs)]), set(graph.nodes))
+    graph = program.forward.graph
+    live = _needed(list(returned_by(graph)[: len(program.outputs)]), set(graph.nodes))
     chosen: set[fx.Node] = set()
     constant: set[fx.Node] = set()
     for node in calls_of(graph):
@@ -151,14 +152,14 @@ def planned(step: Step) -> frozenset[fx.Node]:
             again = free if (noted := computed_again(node)) is None else noted or is_view(node)
         if again:
             chosen.add(node)
-    return frozenset(chosen - _as_large_as_its_operand(step, chosen, live))
+    return frozenset(chosen - _as_large_as_its_operand(program, chosen, live))
 
 
-def _as_large_as_its_operand(step: Step, chosen: Collection[fx.Node], live: Collection[fx.Node]) -> set[fx.Node]:
+def _as_large_as_its_operand(program: Program, chosen: Collection[fx.Node], live: Collection[fx.Node]) -> set[fx.Node]:
     """Those of `chosen` that are computed from a value of at least their size that would be kept for them alone: a ReLU
     of the result of a norm. (A plan decides for all results of an operator at once.) `live`: the nodes that the forward
     computes for itself."""
-    saved = dict.fromkeys(map(_detached, returned_by(step.forward.graph)[len(step.program.outputs) :]))
+    saved = dict.fromkeys(map(_detached, returned_by(program.forward.graph)[len(program.outputs) :]))
     again = [node for node in saved if node in chosen]
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in again:
@@ -190,16 +191,16 @@ def _conversion_kind(node: fx.Node) -> Kind:
     return kind_of(str(source), str(target))
 
 
-def checkpointed(step: Step) -> frozenset[fx.Node]:
-    """The nodes that the forward of `step` computes inside calls of torch.utils.checkpoint, except those that are kept:
+def checkpointed(program: Program) -> frozenset[fx.Node]:
+    """The nodes of the forward of `program` inside calls of torch.utils.checkpoint, except those that are kept:
 
     what others read     the results of a region, which other regions start from
     random numbers       those of torch's generator, and values computed from them alone: drawing again would give
                          other numbers (with a key they are the same again)
     collectives          their results, so that none runs twice unasked
     """
-    graph = step.forward.graph
-    regions = _regions(graph, returned_by(graph)[: len(step.program.outputs)])
+    graph = program.forward.graph
+    regions = _regions(graph, returned_by(graph)[: len(program.outputs)])
     chosen: set[fx.Node] = set()
     random: set[fx.Node] = set()
     for node in calls_of(graph):
@@ -214,22 +215,22 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
     return frozenset(chosen)
 
 
-def within_others(step: Step) -> tuple[Step, frozenset[fx.Node]]:
-    """`step` with each saved slice cut out of a window or a whole that is saved too, and the nodes that cut it out. (A
-    ReLU's result is kept for its own backward, and the window made from it for that of the next convolution; the sum of
-    squares of a norm needs a slice of its operand, and its product the whole.) The slice then has the strides of the
+def within_others(program: Program) -> tuple[Program, frozenset[fx.Node]]:
+    """`program` with each saved slice cut out of a window or a whole that is saved too, and the nodes that cut it out.
+    (A ReLU's result is kept for its own backward, and the window made from it for that of the next convolution; the sum
+    of squares of a norm needs a slice of its operand, and its product the whole.) The slice then has the strides of the
     other, and is copied if not only elementwise operators read it."""
-    if step.backward is None:
-        return step, frozenset()
-    count, forward = len(step.program.outputs), fx.Graph()
+    if program.backward is None:
+        return program, frozenset()
+    count, forward = len(program.outputs), fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    forward.graph_copy(step.forward.graph, copies)
-    results = [copies[node] for node in returned_by(step.forward.graph)]
-    saved = zip(results[count:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
+    forward.graph_copy(program.forward.graph, copies)
+    results = [copies[node] for node in returned_by(program.forward.graph)]
+    saved = zip(results[count:], program.backward.graph.find_nodes(op="placeholder"), strict=False)
     # elementwise operators read any strides
     elementwise = {node: all(is_pointwise(user.target) for user in each.users) for node, each in saved}
     kept = {_detached(node): node for node in results[count:]}
-    conversions = list(step.program.conversions)
+    conversions = list(program.conversions)
     replaced, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in results[count:]:
         if made := _kept_larger(_detached(node), kept):
@@ -245,10 +246,9 @@ def within_others(step: Step) -> tuple[Step, frozenset[fx.Node]]:
                 cut.add(cut_out)
             replaced[node] = cut_out
     if not replaced:
-        return step, frozenset()
+        return program, frozenset()
     forward.output((*results[:count], *(replaced.get(node, node) for node in results[count:])))
-    program = replace(step.program, conversions=tuple(conversions))
-    return replace(step, program=program, forward=Text(step.forward, forward)), frozenset(cut)
+    return replace(program, conversions=tuple(conversions), forward=Text(program.forward, forward)), frozenset(cut)
 
 
 def _cut_out_of(whole: fx.Node, larger: fx.Node, node: fx.Node, conversions: list[Conversion]) -> fx.Node:

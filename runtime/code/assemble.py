@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
-from ...propagation.program.local_program import Conversion
+from ...propagation.program.collective import Conversion
 from ...strategy.placement import Kind, kind, placement_from_code
 from .instructions import AS_TRACED, CallOperator, Code, ConvertLayout, InputsAs, Instruction, Relayout, TellPosition
 from .memory import is_awaited, is_identity, is_private, may_share, overwriting, owner_of, runs_once

@@ -20,12 +20,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...propagation.graph.graph import Text
-from ...propagation.graph.nodes import draws_random_numbers
+from ...propagation.graph.nodes import draws_random_numbers, returned_by
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
 from ...propagation.ops.python.hooked import HOOKS
 from ...propagation.ops.registration import formulas
-from ...propagation.program.step import returned_by
 from ...propagation.torch_internals import FakeTensorMode, OpOverload, schema_of
 from ...strategy.placement import Kind
 from ..torch_internals import inductor

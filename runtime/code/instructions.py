@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...propagation.ops.kinds import payload_bytes
-from ...propagation.program.local_program import Conversion
+from ...propagation.program.collective import Conversion
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Placement, Shard
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fusion.timeline import COMMUNICATION, COMPUTE, Span
 from ...propagation.cost.cost import wire_bytes
+from ...propagation.program.timeline import COMMUNICATION, COMPUTE, Span
 from ...strategy.placement import Kind
 from .instructions import Code, ConvertLayout, Instruction, Mark, Relayout
 

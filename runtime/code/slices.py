@@ -1,17 +1,19 @@
-"""Joins and cuts the slices of tensors that ranks hold, including short slices and overlapping windows."""
+"""Joins and cuts the slices of tensors that ranks hold, including short slices and overlapping windows, and converts
+parts where no other rank is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ...strategy.cut import SliceWindow, Strip
+from ...strategy.cut import Cut, SliceWindow, Strip
 from ...strategy.layout import Layout
-from ...strategy.placement import Shard
+from ...strategy.placement import Kind, Shard
+from .instructions import Relayout
 from .strides import Strides, contiguous
 
 
@@ -121,3 +123,45 @@ def slice_of(window: SliceWindow, position: int, part: Tensor, received: Sequenc
     for strip, rows in (*own, *received):
         total.narrow(dim, first_row(strip), strip.rows).add_(rows)
     return total
+
+
+# -- Conversions that need no other rank -----------------------------------------------------------------------------
+
+
+def _slice(c: Relayout, part: Tensor, position: int) -> Tensor:
+    assert isinstance(c.target, Shard)
+    dim = c.target.dim
+    cut = c.target.cut or Cut(part.shape[dim], (c.size,))
+    start, stop = cut.spans[position]
+    taken = padded(part.narrow(dim, start, stop - start), dim, cut.width)
+    return taken if c.loose else contiguous(taken)
+
+
+def _pad(c: Relayout, part: Tensor, position: int) -> Tensor:
+    assert isinstance(c.source, Shard)
+    dim = c.source.dim
+    cut = c.source.cut or Cut(part.shape[dim] * c.size, (c.size,))
+    start, stop = cut.spans[position]
+    shape = list(part.shape)
+    shape[dim] = cut.size
+    whole = part.new_zeros(shape)
+    whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, 0, stop - start))
+    return whole
+
+
+def _keep(c: Relayout, part: Tensor, position: int) -> Tensor:
+    return contiguous(part) if position == 0 else part.new_zeros(part.shape)
+
+
+def _nothing(c: Relayout, part: Tensor, position: int) -> Tensor:
+    return part
+
+
+LOCAL: Mapping[Kind, Callable[[Relayout, Tensor, int], Tensor]] = {
+    Kind.SLICE: _slice,
+    Kind.PAD: _pad,
+    Kind.KEEP: _keep,
+    Kind.NOTHING: _nothing,
+}
+"""For each kind what it makes of the part of the rank at a position of its group; contiguous, but for NOTHING, and for
+a SLICE of which that is not asked (`loose`)."""

@@ -11,27 +11,27 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from ...propagation.graph.nodes import returned_by
 from ...propagation.graph.port import Role
-from ...propagation.program.local_program import PlacedPort
-from ...propagation.program.step import Step, returned_by
+from ...propagation.program.program import PlacedPort, Program
 from .memory import memory_of, overwriting
 from .slices import Placed
 
 
-def written_in_place(step: Step, graph: fx.Graph) -> Mapping[int, int]:
-    """Map the outputs of `step` that are inputs written in place, by place, to the places of these inputs. `graph` is
-    the forward, which returns only results and nothing for a backward."""
-    inputs = {p.port.name: i for i, p in enumerate(step.program.inputs) if p.port.role is Role.INPUT}
+def written_in_place(program: Program, graph: fx.Graph) -> Mapping[int, int]:
+    """Map the outputs of `program` that are inputs written in place, by place, to the places of these inputs. `graph`
+    is the forward, which returns only results and nothing for a backward."""
+    inputs = {p.port.name: i for i, p in enumerate(program.inputs) if p.port.role is Role.INPUT}
     placeholders, returned = graph.find_nodes(op="placeholder"), returned_by(graph)
     memory = [memory_of(node) if isinstance(node, fx.Node) else None for node in returned]
     found: dict[int, int] = {}
-    for out, (placed, node) in enumerate(zip(step.program.outputs, returned, strict=True)):
+    for out, (placed, node) in enumerate(zip(program.outputs, returned, strict=True)):
         if placed.port.role is not Role.INPUT_UPDATE:
             continue
         place = inputs[placed.port.name]
         overwrite = overwriting(node, {placeholders[place]}) if node.op == "call_function" else None
         written = overwrite is not None and overwrite.owner is placeholders[place] is overwrite.args[0]
-        if written and memory.count(node) == 1 and _lie_alike(step.program.inputs[place], placed):
+        if written and memory.count(node) == 1 and _lie_alike(program.inputs[place], placed):
             found[out] = place
     return found
 

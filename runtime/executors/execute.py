@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.program import PlacedPort
 from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.torch_mesh import own_group, own_rank, to_device_mesh
 from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
-from ..code.local_conversions import LOCAL
-from ..code.slices import Placed, full_part, part_of, short_part
+from ..code.slices import LOCAL, Placed, full_part, part_of, short_part
 from ..code.straight_line import Bind, Run, compile_code
 from ..code.strides import laid_out
 from ..launching.process import device_type

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.program import PlacedPort
 from ...strategy.mesh import Mesh
 from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
-from ..code.local_conversions import LOCAL
 from ..code.recorders import note
-from ..code.slices import Placed
+from ..code.slices import LOCAL, Placed
 from ..code.straight_line import Bind, Run, compile_code
 from ..code.strides import laid_out
 from .meetings import MEETINGS

@@ -17,11 +17,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from ...propagation.graph.nodes import bytes_of, is_view
+from ...propagation.graph.nodes import bytes_of, is_view, returned_by
 from ...propagation.graph.origins import computed_again
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.kinds import WORTH_A_CALL
-from ...propagation.program.step import Step, returned_by
+from ...propagation.program.program import Program
 from ...strategy.placement import Kind, Shard, placement_from_code
 from ..code.assemble import members_late, operands_of, relayout_of
 from ..code.instructions import Relayout
@@ -54,14 +54,14 @@ class Peak(Moment):
     gradients: int
 
 
-def moments(step: Step) -> list[Moment]:
-    """The bytes that a rank holds, besides inputs, while each operator of `step` runs, in order."""
-    return _Held(step).moments()
+def moments(program: Program) -> list[Moment]:
+    """The bytes that a rank holds, besides inputs, while each operator of `program` runs, in order."""
+    return _Held(program).moments()
 
 
-def peak(step: Step) -> Peak:
+def peak(program: Program) -> Peak:
     """The first moment at which a rank holds most bytes, besides inputs."""
-    return _Held(step).peak()
+    return _Held(program).peak()
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class _Flight:
 class _Held:
     """Lifetimes of memory. Operator i runs at 2 i + 1; the collectives that it waits for end at 2 i."""
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
+    def __init__(self, program: Program) -> None:
+        self.step = program
         self.written: set[fx.Node] = set()
-        if step.backward is None:
-            placeholders = step.forward.graph.find_nodes(op="placeholder")
-            self.written = {placeholders[place] for place in written_in_place(step, step.forward.graph).values()}
+        if program.backward is None:
+            placeholders = program.forward.graph.find_nodes(op="placeholder")
+            self.written = {placeholders[place] for place in written_in_place(program, program.forward.graph).values()}
         self.calls: list[tuple[str, fx.Node]] = []
         self.memory: dict[fx.Node, Hashable] = {}  # the key of the memory of each value
         self.sizes: dict[Hashable, int] = {}
@@ -96,17 +96,17 @@ class _Held:
         self.last: dict[Hashable, int] = {}
         self.flights: list[tuple[int, int, int]] = []  # from, to, bytes
         self.gradients: set[Hashable] = set()
-        returned = returned_by(step.forward.graph)
-        outputs = len(step.program.outputs) if step.backward is not None else len(returned)
+        returned = returned_by(program.forward.graph)
+        outputs = len(program.outputs) if program.backward is not None else len(returned)
         self.again: set[Hashable] = set()
         self.ends = [node for node in returned[:outputs] if isinstance(node, fx.Node)]
-        self._run("forward", step.forward.graph)
+        self._run("forward", program.forward.graph)
         self._returned = {self.memory[node] for node in self.ends}
-        if step.backward is not None:
-            saved = zip(returned[outputs:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
+        if program.backward is not None:
+            saved = zip(returned[outputs:], program.backward.graph.find_nodes(op="placeholder"), strict=False)
             self.memory |= {placeholder: self.memory[kept] for kept, placeholder in saved}
-            self._run("backward", step.backward.graph)
-            gradients = [node for node in returned_by(step.backward.graph) if isinstance(node, fx.Node)]
+            self._run("backward", program.backward.graph)
+            gradients = [node for node in returned_by(program.backward.graph) if isinstance(node, fx.Node)]
             self.gradients = {self.memory[node] for node in gradients}
             self.ends += gradients
         self.last |= {self.memory[node]: 2 * len(self.calls) for node in self.ends}

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...propagation.program.local_program import PlacedPort
+from ...propagation.program.program import PlacedPort
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import PARTIAL_MAX, Partial, Shard
 from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
-from ..code.local_conversions import LOCAL
 from ..code.recorders import resume
 from ..code.sections import Stretch, is_common, stretches_of
-from ..code.slices import Placed, full_part
+from ..code.slices import LOCAL, Placed, full_part
 from ..code.straight_line import Bind, Run, compile_steps
 from ..code.strides import Strides, contiguous_strides, laid_out
 from ..torch_internals import base_of
@@ -191,20 +190,49 @@ def split(tensor: Tensor, layout: Layout, view: bool = False) -> Parts:
     strides are allowed (`view`)."""
     if not layout.cuts:
         return [tensor if view else tensor.contiguous()] * layout.mesh.device_num
-    slices, local, places = _cuts(layout, tuple(tensor.shape))
-    parts = [tensor[each] for each in slices]
-    if not view or any(part.shape != local for part in parts):
-        parts = [full_part(part, local) for part in parts]
-    return [parts[place] for place in places]
+    places = _places(layout, tuple(tensor.shape))
+    parts = [tensor[each] for each in places.distinct]
+    if not view or any(part.shape != places.full for part in parts):
+        parts = [full_part(part, places.full) for part in parts]
+    return [parts[place] for place in places.of_rank]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of the parts of a tensor in the whole.
+
+    whole      the shape of the whole
+    even       whether all slices are full
+    distinct   the different slices
+    full       the shape of a full part
+    of_rank    the index of each rank's slices
+    first      the ranks that hold the first copy of their part, or addends of it
+    """
+
+    whole: tuple[int, ...]
+    even: bool
+    distinct: Sequence[tuple[slice, ...]]
+    full: tuple[int, ...]
+    of_rank: Sequence[int]
+    first: Sequence[int]
 
 
 @lru_cache(maxsize=4096)
-def _cuts(layout: Layout, shape: tuple[int, ...]) -> tuple[list[tuple[slice, ...]], tuple[int, ...], list[int]]:
-    """The distinct slices of a tensor of `shape`, the shape of a full part, and the index of each rank's slices."""
-    every = [layout.slices(shape, rank) for rank in range(layout.mesh.device_num)]
+def _places(layout: Layout, shape: tuple[int, ...]) -> _Places:
+    """The places of the parts of a tensor of global `shape`."""
+    mesh = layout.mesh
+    every = [layout.slices(shape, rank) for rank in range(mesh.device_num)]
     bounds = [tuple((each.start, each.stop) for each in slices) for slices in every]
     distinct = list(dict.fromkeys(bounds))
-    return [every[bounds.index(one)] for one in distinct], layout.local_shape(shape), [*map(distinct.index, bounds)]
+    copied = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard | Partial)]
+    return _Places(
+        whole=shape,
+        even=layout.divides(shape),
+        distinct=[every[bounds.index(one)] for one in distinct],
+        full=layout.local_shape(shape),
+        of_rank=[*map(distinct.index, bounds)],
+        first=[rank for rank in range(mesh.device_num) if not any(mesh.coordinate(rank)[i] for i in copied)],
+    )
 
 
 def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, strides: Strides | None = None) -> Tensor:
@@ -215,39 +243,37 @@ def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, str
     if not adds and not layout.cuts:
         return parts[0]
     shape = layout.global_shape(tuple(parts[0].shape)) if shape is None else shape
+    places = _places(layout, shape)
     largest = PARTIAL_MAX in layout.placements
     cut = base_of(parts[0])
-    if cut is not None and not adds and _is_cut(cut, parts, layout):
+    if cut is not None and not adds and _is_cut(cut, parts, places):
         return cut
     start = _least(parts[0].dtype) if largest else 0
     whole = parts[0].new_empty_strided(shape, contiguous_strides(shape) if strides is None else strides)
     if adds:
         whole.fill_(start)
-    for rank, part in enumerate(parts):
-        coordinate = layout.mesh.coordinate(rank)
-        first = all(
-            position == 0 or isinstance(p, Shard | Partial)
-            for position, p in zip(coordinate, layout.placements, strict=True)
-        )
-        if first:
-            place = whole[layout.slices(shape, rank)]
-            part = part[tuple(slice(0, size) for size in place.shape)]
-            if largest:
-                torch.maximum(place, part, out=place)
-            else:
-                place.add_(part) if adds else place.copy_(part)
+    for rank in places.first:
+        place = whole[places.distinct[places.of_rank[rank]]]
+        part = parts[rank][tuple(slice(0, size) for size in place.shape)]
+        if largest:
+            torch.maximum(place, part, out=place)
+        else:
+            place.add_(part) if adds else place.copy_(part)
     return whole
 
 
-def _is_cut(whole: Tensor, parts: Parts, layout: Layout) -> bool:
+def _is_cut(whole: Tensor, parts: Parts, places: _Places) -> bool:
     """Whether every part is a view of its place in `whole`, as after a reduce-scatter."""
-    part, shape = parts[0], tuple(whole.shape)
-    if shape != layout.global_shape(tuple(part.shape)) or whole.dtype != part.dtype:
+    part = parts[0]
+    if (tuple(whole.shape), whole.dtype, tuple(part.shape)) != (
+        places.whole,
+        part.dtype,
+        places.full,
+    ) or not places.even:
         return False
-    places = (whole[layout.slices(shape, rank)] for rank in range(len(parts)))
+    held = [(whole[place].data_ptr(), whole[place].stride()) for place in places.distinct]
     return all(
-        (place.data_ptr(), place.stride()) == (part.data_ptr(), part.stride())
-        for place, part in zip(places, parts, strict=True)
+        held[place] == (part.data_ptr(), part.stride()) for place, part in zip(places.of_rank, parts, strict=True)
     )
 
 

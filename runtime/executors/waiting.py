@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ...propagation.program.accumulate import Accumulation
 from ...propagation.torch_internals import version_of
-from ..code.loaded import Backward, Loader
+from ..code.loaded_graph import Backward, Loader
 
 
 class Accumulating:
-    """The backwards of a Step with waiting reductions: see `Accumulation`."""
+    """The backwards of a program with waiting reductions: see `Accumulation`."""
 
     def __init__(self, accumulation: Accumulation, examples: Sequence[Any], loader: Loader) -> None:
         self.inputs = accumulation.inputs
@@ -30,7 +30,7 @@ class Accumulating:
 
 
 class Reduces(Protocol):
-    """An owner of waiting gradients: a CompiledStep."""
+    """An owner of waiting gradients: a Loaded."""
 
     def reduce(self, each: Sequence[WaitingGradient]) -> None:
         """Reduce the waiting gradients `each`, and add them to the `.grad` of their tensors."""
@@ -49,12 +49,12 @@ class Waiting:
 
     def drop(self) -> None:
         """Drop gradients that are no longer wanted."""
-        for step, each in list(self.kept.items()):
+        for loaded, each in list(self.kept.items()):
             wanted = [kept.is_wanted() for kept in each]
             if not any(wanted):
-                del self.kept[step]
+                del self.kept[loaded]
             elif not all(wanted):
-                self.kept[step] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
+                self.kept[loaded] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
 
     def take(self) -> dict[Reduces, list[WaitingGradient]]:
         """Remove and return all waiting gradients."""

@@ -57,11 +57,11 @@ from partway.propagation.graph.structure import flatten
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import SearchProblem, Settings, VertexKind
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
+from partway.propagation.program.program import verify_program
 from partway.propagation.search.exact import dynamic_programming
 from partway.runtime.executors.simulate import Simulator
-from partway.runtime.step import CompiledStep
+from partway.runtime.loaded import Loaded
 from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.errors import CaptureError
 from partway.strategy.placement import REPLICATE
@@ -363,9 +363,7 @@ def kept(batch: Batch, problem: SearchProblem, choice: Sequence[int]) -> set[int
 def run(batch: Batch, problem: SearchProblem, choice: tuple[int, ...]) -> tuple[list[Any], ...]:
     """The outputs and gradients of each sample on simulated ranks."""
     program = verify_program(lower(problem, choice))
-    step = CompiledStep(
-        differentiate(program, differentiated(batch.graph)), Simulator(problem.settings.mesh), lambda w: None
-    )
+    step = Loaded(differentiate(program, differentiated(batch.graph)), Simulator(problem.settings.mesh), lambda w: None)
     leaves = [[fresh(t) for t in sample.tensors] for sample in batch.samples]
     given = iter([t for own in leaves for t in own])
     constants = batch.graph.constants

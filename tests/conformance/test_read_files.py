@@ -27,11 +27,11 @@ from random_examples import examples
 import partway as pw
 from partway.checkpoints.manifest import MANIFEST
 from partway.commands.compare_graphs import saved_calls
-from partway.fusion.program import Program
 from partway.operator import manifests
 from partway.propagation.cost.profile import DeviceProfile, profile_of, read_profile
 from partway.propagation.plan.data import PlanData
 from partway.propagation.plan.stored import dump, load
+from partway.propagation.program.program import Program
 from partway.reuse.cache import Files
 from partway.strategy.basics.files import json_of
 

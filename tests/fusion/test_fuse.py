@@ -18,12 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import partway as pw
 from partway.fusion import Fusion, FusionMode, FusionPolicies, Member, gradient_collectives, member, weight_gathers
 from partway.fusion import fuse as fuse_by
-from partway.fusion.program import make_program
+from partway.fusion.fuse import fuse_program
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.graph import Text
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
 from partway.runtime.executors.simulate import Simulator
-from partway.runtime.step import CompiledStep
+from partway.runtime.loaded import Loaded
 from partway.strategy import Mesh
 from partway.strategy.errors import ContextError
 from partway.strategy.placement import Kind
@@ -409,13 +409,13 @@ def whole_step(axes, split, dtype=torch.float32):
 
 def results_of(program):
     """What every rank of `program` computes, simulated: the outputs and gradients, for random inputs."""
-    step, simulator = program.step, Simulator(program.step.program.mesh)
-    compiled = CompiledStep(step, simulator, lambda wanted: None)
+    step, simulator = program, Simulator(program.mesh)
+    compiled = Loaded(step, simulator, lambda wanted: None)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in step.program.inputs]
-    values = compiled.forward.run(simulator.enter(tensors, step.program.inputs))
-    count = len(step.program.outputs)
-    tangents = [[torch.ones(p.local_shape, dtype=p.dtype)] * simulator.mesh.device_num for p in step.program.outputs]
+    tensors = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in step.inputs]
+    values = compiled.forward.run(simulator.enter(tensors, step.inputs))
+    count = len(step.outputs)
+    tangents = [[torch.ones(p.local_shape, dtype=p.dtype)] * simulator.mesh.device_num for p in step.outputs]
     return values[:count], compiled.backward.run([*values[count:], *tangents])
 
 
@@ -440,9 +440,9 @@ def test_any_policies_give_the_gradients_of_the_unfused_step_bit_for_bit(axes, s
     count = sum(c.phase == "backward" and c.kind is Kind.ALL_REDUCE for c in plain.collectives)
     if count and data.draw(st.booleans()):
         reduce = index(*sorted(data.draw(st.sets(st.integers(1, count), min_size=1))))
-    fused = make_program(plain.step, FusionPolicies(reduce, gather, scatter), plain.profile)
+    fused = fuse_program(plain, FusionPolicies(reduce, gather, scatter))
     assert counted(fused.collectives) == counted(plain.collectives)
-    for graph in (fused.step.forward.graph, fused.step.backward.graph):
+    for graph in (fused.forward.graph, fused.backward.graph):
         graph.lint()
     assert_same_bits(results_of(fused), results_of(plain))
 
@@ -453,7 +453,7 @@ def test_each_kind_is_grouped_by_its_own_policy():
     assert kinds == {("forward", Kind.ALL_GATHER), ("backward", Kind.REDUCE_SCATTER)}
 
     def sizes(**policies):
-        found = make_program(plain.step, FusionPolicies(**policies), plain.profile).collectives
+        found = fuse_program(plain, FusionPolicies(**policies)).collectives
         found = [c for c in found if "." in c.members[0]]
         return tuple([len(c.members) for c in found if c.kind is k] for k in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
 
@@ -525,24 +525,24 @@ def test_weights_that_the_backward_gathers_again_are_grouped_in_the_order_in_whi
 
 def test_a_weight_that_the_backward_gathers_again_is_listed_as_a_gather_of_the_backward():
     plain = whole_step((("dp", 4),), split=True)
-    step = plain.step
-    weight = next(c for c in step.program.conversions if c.tensor == "same.weight")
+    step = plain
+    weight = next(c for c in step.conversions if c.tensor == "same.weight")
     graph = fx.Graph()
     copies = {}
     returned = graph.graph_copy(step.backward.graph, copies)
     with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
         part = graph.placeholder("part")
-    conversions = step.program.conversions
+    conversions = step.conversions
     repeated = replace(weight, tag=len(conversions), again=True)
     how = str(weight.source), str(weight.target), list(weight.axes), weight.size, repeated.tag
     again = graph.call_function(convert, (part, *how))
     graph.output((*returned, again))
     with FakeTensorMode():
         part.meta["val"], again.meta["val"] = torch.empty(4, 16), torch.empty(16, 16)
-    program = replace(step.program, conversions=(*conversions, repeated))
-    again_gathered = replace(step, program=program, backward=Text(step.backward, graph))
+    conversions = (*conversions, repeated)
+    again_gathered = replace(step, conversions=conversions, backward=Text(step.backward, graph))
     for policies in (FusionPolicies(), FusionPolicies(allgather=ALL)):
-        listed = make_program(again_gathered, policies, plain.profile).collectives
+        listed = fuse_program(again_gathered, policies).collectives
         found = [c for c in listed if c.phase == "backward" and c.kind is Kind.ALL_GATHER]
         assert [(c.tensor, c.axes, c.payload_bytes) for c in found] == [("same.weight", ("dp",), 16 * 16 * 4)]
     assert len(found[0].members) == 1

@@ -111,7 +111,7 @@ def test_a_step_without_a_reduction_has_nothing_that_could_wait() -> None:
     model = pw.shard(network(), mesh={"one": 1})
     loss(model(BATCHES[0])).backward()
     compiled = engine_of(model).latest()
-    assert accumulation(compiled.program.step) is None
+    assert accumulation(compiled.program) is None
     plain = network()
     with model.no_sync():
         loss(model(BATCHES[1])).backward()

@@ -178,8 +178,8 @@ def test_computing_waits_for_nothing_where_each_rank_has_its_part(policy: Any) -
         aten.lerp.Scalar,
         aten.div.Tensor,
     }  # that of the loss
-    assert after_reading(program.step.forward.graph) <= last
-    assert after_reading(program.step.backward.graph) == set()
+    assert after_reading(program.forward.graph) <= last
+    assert after_reading(program.backward.graph) == set()
     forward = [c for c in program.collectives if c.phase == "forward"]
     assert [len(c.members) for c in forward if c.payload_bytes > 4] == ([53] if policy else [1] * 53)
     assert sum(c.payload_bytes == 4 for c in forward) == 2  # the loss, and how many targets are valid
@@ -189,8 +189,8 @@ def test_computing_waits_for_nothing_where_each_rank_has_its_part(policy: Any) -
 @pytest.mark.slow
 def test_computing_waits_for_joint_statistics() -> None:
     program = planned(tiny("resnet50"), 2, comm_fusion={"openstate": False})
-    assert aten.convolution.default in after_reading(program.step.forward.graph)
-    assert aten.convolution_backward.default in after_reading(program.step.backward.graph)
+    assert aten.convolution.default in after_reading(program.forward.graph)
+    assert aten.convolution_backward.default in after_reading(program.backward.graph)
 
 
 # -- on processes

@@ -19,10 +19,10 @@ from zoo import CASES
 import partway as pw
 from partway.compiler import passes
 from partway.engine.rank_facts import of_plan
-from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.printer import operators_in
 from partway.propagation.plan.stored import dump, load
+from partway.propagation.program.program import Program
 from partway.reuse.cache import folder_named
 from partway.runtime.ranks.agreement import Fact
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.deep
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often a pass that the cache saves has run."""
-    count: dict[str, int] = {"search": 0, "lower": 0, "differentiate": 0, "make_program": 0}
+    count: dict[str, int] = {"search": 0, "lower": 0, "differentiate": 0, "fuse_program": 0}
 
     def counted(name: str) -> Any:
         plain = getattr(passes, name)
@@ -70,7 +70,7 @@ def step(name: str, **options: Any) -> tuple[Any, nn.Module]:
 @pytest.mark.parametrize("name", ["mlp", "convnet", "gpt2"])
 def test_what_was_planned_and_compiled_is_not_made_again(folder: Path, work: dict[str, int], name: str) -> None:
     first, _ = step(name)
-    assert [name.partition("-")[0] for name in entries(folder)] == ["capture", "plan", "program"]
+    assert [name.partition("-")[0] for name in entries(folder)] == ["capture", "forward", "plan", "program"]
     made = dict(work)
     assert min(made.values()) > 0
     second, _ = step(name)
@@ -150,7 +150,13 @@ def test_gradients_that_wait_are_kept_too(folder: Path, work: dict[str, int]) ->
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)
     assert found[0][1] == found[1][1]
-    assert [name.partition("-")[0] for name in entries(folder)] == ["accumulation", "capture", "plan", "program"]
+    assert [name.partition("-")[0] for name in entries(folder)] == [
+        "accumulation",
+        "capture",
+        "forward",
+        "plan",
+        "program",
+    ]
 
 
 CHANGES: dict[str, Any] = {
@@ -273,6 +279,6 @@ def test_a_program_comes_back_from_its_bytes_with_the_ports_of_its_graph() -> No
     graph = capture(model, (), case.batch())
     found = load(dump(compiled.program, compiled.graph, (Program,)), graph, (Program,))
     assert operators_in(str(found)) == operators_in(str(compiled.program))
-    assert {id(p.port) for p in found.step.program.inputs} == {id(port) for port in graph.inputs}
-    for ours, theirs in zip(found.step.backward.graph.nodes, compiled.program.step.backward.graph.nodes, strict=True):
+    assert {id(p.port) for p in found.inputs} == {id(port) for port in graph.inputs}
+    for ours, theirs in zip(found.backward.graph.nodes, compiled.program.backward.graph.nodes, strict=True):
         assert str(ours.meta.get("val")) == str(theirs.meta.get("val"))

@@ -147,7 +147,7 @@ def checkpoints_layers() -> None:
     sharded: Any = pw.shard(model, **split)
     for step in range(2):
         assert_same_step(plain, sharded, case.batch(step=step))
-    backward = sharded.program.step.backward.graph
+    backward = sharded.program.backward.graph
     assert sum("native_layer_norm.default" in str(node.target) for node in backward.nodes) == 2 * LAYERS
     assert_sends_as_planned(sharded, case.batch())
 

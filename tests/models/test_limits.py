@@ -107,7 +107,7 @@ def limited(make: Callable[[], nn.Module], x: Tensor, annotated: dict[str, Any],
 def held(model: Any) -> int:
     """What a rank holds at the peak of the step that runs."""
     memory = model.plan.memory
-    return memory.parameters + memory.optimizer + memory.inputs + peak(model.program.step).held
+    return memory.parameters + memory.optimizer + memory.inputs + peak(model.program).held
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,12 +15,12 @@ from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import Settings, VertexKind
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
+from partway.propagation.program.program import verify_program
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.solution import verify_solution
 from partway.runtime.executors.simulate import Simulator
-from partway.runtime.step import CompiledStep
+from partway.runtime.loaded import Loaded
 from partway.strategy import Mesh
 
 LINE = Mesh({"x": 2})
@@ -52,7 +52,7 @@ def compiled(problem, choice, wanted=None):
     """The program of `choice`, ready to run on simulated ranks."""
     program = verify_program(lower(problem, choice))
     wanted = differentiated(problem.graph) if wanted is None else wanted
-    return CompiledStep(differentiate(program, wanted), Simulator(problem.settings.mesh), lambda w: None)
+    return Loaded(differentiate(program, wanted), Simulator(problem.settings.mesh), lambda w: None)
 
 
 def vertices_of(problem, target):

@@ -15,7 +15,7 @@ import partway as pw
 from partway.runtime.actions import STEP, Action, Does, Stage, StageLink, play
 from partway.runtime.executors.couriers import BetweenProcesses, InProcess
 from partway.runtime.executors.simulate import Simulator, join
-from partway.runtime.step import CompiledStep
+from partway.runtime.loaded import Loaded
 
 Ranks = Callable[..., list[Any]]
 MICROBATCHES, SIZE = 3, 4
@@ -55,11 +55,11 @@ def on_one_device(microbatches: int) -> tuple[list[Tensor], list[dict[str, Tenso
     return [loss.detach() for loss in losses], grads
 
 
-def step_of(compiled: pw.Compiled, executor: Any) -> CompiledStep:
-    def rebuild(wanted: tuple[bool, ...]) -> CompiledStep:
+def step_of(compiled: pw.Compiled, executor: Any) -> Loaded:
+    def rebuild(wanted: tuple[bool, ...]) -> Loaded:
         raise AssertionError(wanted)
 
-    return CompiledStep(compiled.program.step, executor, rebuild)
+    return Loaded(compiled.program, executor, rebuild)
 
 
 def gpipe(microbatches: int) -> Mapping[int, Sequence[Action]]:

@@ -435,7 +435,7 @@ import partway as pw
 from partway.compiler import capture_call as compiling
 from partway.compiler import passes
 
-for module, name in ((compiling, "capture_call"), (passes, "search"), (passes, "lower"), (passes, "make_program")):
+for module, name in ((compiling, "capture_call"), (passes, "search"), (passes, "lower"), (passes, "fuse_program")):
     def counted(*args, plain=getattr(module, name), name=name, **kwargs):
         print(name)
         return plain(*args, **kwargs)

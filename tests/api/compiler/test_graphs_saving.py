@@ -22,7 +22,7 @@ from torch import Tensor, fx
 import partway as pw
 from partway.compiler import graphs_record as record
 from partway.compiler import passes
-from partway.compiler.passes import PLANNING, STEP
+from partway.compiler.passes import PLANNING, PROGRAM
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import SearchProblem
 from partway.runtime.launching.job import JOB
@@ -117,7 +117,7 @@ def test_the_strategies_that_were_to_be_had_are_shown_the_cheapest_first(saved: 
 def test_the_index_says_what_each_pass_changed(saved: Path) -> None:
     train()
     found = rows(saved / RANK / CALL)
-    assert [each.name for each in (*PLANNING, *STEP) if each.name not in found] == []
+    assert [each.name for each in (*PLANNING, *PROGRAM) if each.name not in found] == []
     assert found["trace"] == "9 operators"
     assert found["expand_operators"].startswith("10 operators: -2 getitem, -1 aten.native_dropout.default, ")
     assert found["prune"] == found["scale_gradients"] == "nothing changed"
@@ -437,4 +437,4 @@ def test_a_run_is_the_same_whether_its_graphs_are_saved(saved: Path, monkeypatch
     assert one.plan.model_dump() == other.plan.model_dump()
     assert str(one.program) == str(other.program)
     assert torch.equal(one.up.weight.grad, other.up.weight.grad)  # type: ignore[arg-type]
-    assert passes.STEP is STEP
+    assert passes.PROGRAM is PROGRAM

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.compiler import passes
-from partway.compiler.passes import PLANNING, STEP, Pass, PlanDraft, applied, plan_on_mesh, run, timed, verified
+from partway.compiler.passes import PLANNING, PROGRAM, Draft, Pass, applied, plan_on_mesh, run, timed, verified
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.search import search
@@ -36,19 +36,18 @@ def compiled() -> pw.Compiled:
     return pw.compile(Net(), (torch.ones(4, 8),), mesh=MESH, in_strategy=(("dp", None),))
 
 
-def draft_of(inputs: PlanInputs) -> PlanDraft:
+def draft_of(inputs: PlanInputs) -> Draft:
     mesh = Mesh(MESH)
-    return PlanDraft(inputs, mesh, passes.settings_of(inputs, mesh))
+    return Draft(inputs, mesh, passes.settings_of(inputs, mesh))
 
 
 def test_every_pass_has_a_name_of_its_own_and_makes_a_field_of_its_draft() -> None:
-    names = [each.name for each in (*PLANNING, *STEP)]
+    names = [each.name for each in (*PLANNING, *PROGRAM)]
     assert names == [
         "annotate", "formulate", "search", "lower", "make_plan", "differentiate", "recompute",
         "recompute_within_others", "reduce_in_float32", "scale_gradients", "separate", "fuse",
     ]  # fmt: skip
-    assert {each.makes for each in PLANNING} <= set(passes.PlanDraft.__dataclass_fields__)
-    assert {each.makes for each in STEP} <= set(passes.StepDraft.__dataclass_fields__)
+    assert {each.makes for each in (*PLANNING, *PROGRAM)} <= set(Draft.__dataclass_fields__)
 
 
 def test_whoever_walks_the_passes_sees_the_value_that_each_makes(compiled: pw.Compiled) -> None:
@@ -60,9 +59,10 @@ def test_whoever_walks_the_passes_sees_the_value_that_each_makes(compiled: pw.Co
         return draft
 
     plan_on_mesh(compiled.inputs, compiled.mesh, printed)
-    step = passes.make_step(compiled.inputs, compiled.planned, differentiated(compiled.graph), printed)
-    assert str(passes.fused(step, printed)) == texts["fuse"] == str(compiled.program)
-    assert list(texts) == [each.name for each in (*PLANNING, *STEP)]
+    wanted = differentiated(compiled.graph)
+    draft = passes.differentiated_program(compiled.inputs, compiled.local, wanted, printed)
+    assert str(passes.fused(draft, printed)) == texts["fuse"] == str(compiled.program)
+    assert list(texts) == [each.name for each in (*PLANNING, *PROGRAM)]
     assert texts["lower"] == str(compiled.local)
     assert texts["make_plan"] == str(compiled.plan)
 
@@ -71,7 +71,7 @@ def test_the_same_inputs_make_the_same_plan_whatever_the_options_in_force(compil
     with pw.auto_parallel_context(device_num=16, parallel_mode="data_parallel", search_mode="sharding_propagation"):
         planned = plan_on_mesh(compiled.inputs, compiled.mesh)
     assert planned.plan.model_dump_json() == compiled.plan.model_dump_json()
-    assert str(planned.local) == str(compiled.local)
+    assert str(planned.program) == str(compiled.local)
 
 
 def test_the_time_of_each_pass_is_added_up_by_its_name(compiled: pw.Compiled) -> None:

@@ -85,7 +85,7 @@ def test_what_came_from_the_cache(
         with pw.auto_parallel_context(enable_compile_cache=True, compile_cache_path=str(tmp_path)):
             pw.shard(nn.Linear(8, 4), mesh={"dp": 2})(torch.ones(4, 8)).sum().backward()
     taken = [line.split(" from ")[0] for line in logged if line.startswith("partway.cache: took the ")]
-    assert taken == [f"partway.cache: took the {name}" for name in ("capture", "plan", "program")]
+    assert taken == [f"partway.cache: took the {name}" for name in ("capture", "plan", "forward", "program")]
 
 
 def test_stages_are_of_what_is_told_of(logged: list[str]) -> None:

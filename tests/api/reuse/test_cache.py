@@ -20,10 +20,10 @@ import pytest
 import torch
 
 import partway as pw
-from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.graph import Graph
 from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
+from partway.propagation.program.program import Program
 from partway.reuse import cache
 from partway.strategy.basics import files
 from partway.strategy.basics.files import write_whole

@@ -9,11 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from partway.fusion import Span
-from partway.fusion.timeline import COMMUNICATION, COMPUTE
 from partway.measure.bench import BenchResult, Case, ContenderFigures, policies
 from partway.measure.bench_page import page
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.program.timeline import COMMUNICATION, COMPUTE, Span
 from partway.strategy import StrategyError
 
 BAD = "</script><img src=x onerror=alert(1)>"

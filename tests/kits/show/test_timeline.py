@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
+from partway.propagation.program.timeline import COMMUNICATION, COMPUTE, Span
 from partway.show.timeline import Timeline, beside, totals
 
 BAD = "</script><img src=x onerror=alert(1)>"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
+from partway.propagation.program.timeline import COMMUNICATION, COMPUTE, Span
 from partway.show.timeline import Timeline
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import partway as pw
-from partway.propagation.graph.nodes import module_path, operator_name, region_of, source_line
-from partway.propagation.program.step import calls_of
+from partway.propagation.graph.nodes import calls_of, module_path, operator_name, region_of, source_line
 
 LAYERS = 5
 
@@ -38,7 +37,7 @@ class Deep(nn.Module):
 
 
 def graphs(fn: object, *args: Tensor) -> list[fx.Graph]:
-    step = pw.compile(fn, args, mesh={"dp": 2}, in_strategy=(("dp", None),)).program.step  # type: ignore[arg-type]
+    step = pw.compile(fn, args, mesh={"dp": 2}, in_strategy=(("dp", None),)).program  # type: ignore[arg-type]
     assert step.backward is not None
     return [step.forward.graph, step.backward.graph]
 

@@ -11,7 +11,7 @@ from norm_tensors import EPS, drawn, placed, vectors
 from torch import fx, nn
 
 from partway.fusion import FusionPolicies
-from partway.fusion.program import make_program
+from partway.fusion.fuse import fuse_program
 from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops import batch_norm
@@ -424,14 +424,14 @@ def test_ranks_with_parts_of_their_own_send_only_running_statistics(lab, dtype):
     mesh, fn, x = Mesh({"a": 2}), Norm(4).to(dtype), drawn(64, 4, 64, dtype=dtype).requires_grad_()
     problem, choice = split_by(lab, fn, x, placed(mesh, {"a": 0}), parts=2)
     step = differentiate(lower(problem, choice), differentiated(problem.graph))
-    program = make_program(step, FusionPolicies(), problem.settings.profile)
+    program = fuse_program(step, FusionPolicies())
     found = [(c.phase, c.kind, c.payload_bytes) for c in program.collectives]
     size = torch.finfo(dtype).bits // 8
     assert found == [
         ("forward", Kind.ALL_REDUCE, 2 * 4 * size),
         *[("backward", Kind.ALL_REDUCE, 4 * size)] * 2,
     ]
-    forward = [node for node in program.step.forward.graph.nodes if node.op == "call_function"]
+    forward = [node for node in program.forward.graph.nodes if node.op == "call_function"]
     (sent,) = (node for node in forward if node.target is convert and kind_of(*node.args[1:3]) is Kind.ALL_REDUCE)
     read = [node.target for node in forward[forward.index(next(iter(sent.users))) :]]
     assert set(read) <= {aten.detach.default, aten.unbind.int, operator.getitem, aten.lerp.Scalar}

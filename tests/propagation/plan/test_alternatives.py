@@ -24,7 +24,6 @@ from partway.propagation.plan.alternatives import (
     without_collective,
 )
 from partway.propagation.problem.cost_tables import costs_of
-from partway.propagation.program.collective import collectives_of
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.search import SearchMode
@@ -141,14 +140,13 @@ def test_the_plan_without_a_collective_is_that_of_brute_force(lab):
     x = torch.randn(4, 6, requires_grad=True)
     problem = lab.problem_of(rows, (x,), lab.LINE, {"x": ((split,), "by hand")})
     solution = dynamic_programming(problem)
-    profile = problem.settings.profile
     costs = costs_of(problem)
     plans = sorted(
         (cost, choice)
         for choice in itertools.product(*(range(len(u)) for u in costs.unary))
         if (cost := costs.of(choice)) < math.inf
     )
-    collectives = collectives_of(lower(problem, solution.choice), profile)
+    collectives = lower(problem, solution.choice).planned_collectives
     assert collectives
     for c in collectives:
         found = best(without_collective(problem, c))
@@ -157,7 +155,7 @@ def test_the_plan_without_a_collective_is_that_of_brute_force(lab):
             for cost, choice in plans
             if not any(
                 (c.tensor, c.kind, c.phase) == (d.tensor, d.kind, d.phase)
-                for d in collectives_of(lower(problem, choice), profile)
+                for d in lower(problem, choice).planned_collectives
             )
         )
         assert found.cost == pytest.approx(cheapest)

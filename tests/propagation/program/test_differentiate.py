@@ -13,14 +13,13 @@ import partway as pw
 from partway.propagation.ops.collectives import convert
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.program import differentiate as module
-from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.differentiate import differentiate, undo_views
 from partway.propagation.program.lower import lower
 from partway.propagation.program.segments import Like, pieces_of
-from partway.propagation.program.step import undo_views
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.runtime.executors.simulate import Simulator
-from partway.runtime.step import CompiledStep
+from partway.runtime.loaded import Loaded
 from partway.strategy import REPLICATE, CaptureError, Layout, Shard, VerifyError
 
 pytestmark = [
@@ -75,7 +74,7 @@ def program_of(lab, fn, args, mesh=None):
 
 def cut(program):
     """The pieces that the program is cut into."""
-    graph = program.module.graph
+    graph = program.lowered.graph
     with FakeTensorMode(), torch.enable_grad():
         inputs = {
             node: Like.whole(p.local_shape, p.dtype, torch.device("cpu"), p.port.requires_grad)
@@ -90,7 +89,7 @@ def check(lab, fn, args, wanted=None):
     program, problem = program_of(lab, fn, args)
     wanted = wanted or tuple(port.requires_grad for port in problem.graph.outputs)
     assert len({piece.key for piece in cut(program)}) < len(cut(program)), "nothing is shared in this test"
-    step = CompiledStep(differentiate(program, wanted), Simulator(lab.LINE), lambda w: None)
+    step = Loaded(differentiate(program, wanted), Simulator(lab.LINE), lambda w: None)
     leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     tensors = lab.call_tensors(problem, fn, args)
     torch.manual_seed(3)
@@ -104,7 +103,7 @@ def check(lab, fn, args, wanted=None):
     theirs = torch.autograd.grad([e for _, e in chosen], leaves, given, allow_unused=True)
     assert [g is None for g in ours] == [g is None for g in theirs]
     lab.assert_same(ours, theirs)
-    return step.step
+    return step.program
 
 
 # -- What is shared -----------------------------------------------------------------------------------------------
@@ -122,8 +121,8 @@ def test_a_model_has_the_loss_and_gradients_of_one_device_and_fewer_traces_than_
     relative = tolerance(torch.float64, case.single)
     assert_same_loss(loss, expected_loss, relative)
     assert_same_gradients(found, expected, relative)
-    program = model.program.step.program
-    assert sum(len(piece.nodes) for piece in traced) < 0.75 * len(program.module.graph.nodes)
+    program = model.program
+    assert sum(len(piece.nodes) for piece in traced) < 0.75 * len(program.lowered.graph.nodes)
     assert len(traced) < len(cut(program))
 
 
@@ -142,7 +141,7 @@ def test_what_does_not_repeat_is_traced_whole(lab, traced):
     program, _ = program_of(lab, lambda x, w: layer(x, w).sum(), (random(4, WIDTH), *weights(1)))
     differentiate(program, (True,))
     (piece,) = traced
-    assert piece.nodes == tuple(n for n in program.module.graph.nodes if n.op == "call_function")
+    assert piece.nodes == tuple(n for n in program.lowered.graph.nodes if n.op == "call_function")
 
 
 def gated(x, start, w):
@@ -188,7 +187,7 @@ def test_each_copy_has_its_own_conversions(lab):
     pieces = cut(program)
     assert len({piece.key for piece in pieces}) < len(pieces)
     step = differentiate(program, (True,))
-    tags = [node.args[-1] for node in program.module.graph.nodes if node.target is convert]
+    tags = [node.args[-1] for node in program.lowered.graph.nodes if node.target is convert]
     assert tags
     assert [node.args[-1] for node in step.forward.graph.nodes if node.target is convert] == tags
     back = [node.args[-1] for node in step.backward.graph.nodes if node.target is convert]
@@ -371,7 +370,7 @@ def test_no_piece_ends_between_a_conjugation_and_what_carries_it_out(lab):
 def test_a_value_that_several_pieces_save_is_saved_once(lab):
     step = check(lab, memory, (X, random(4, WIDTH, seed=8), *weights()))
     returned = step.forward.graph.find_nodes(op="output")[0].args[0]
-    saved = returned[len(step.program.outputs) :]
+    saved = returned[len(step.outputs) :]
     assert len(saved) == len(set(saved))
     assert len(step.backward.graph.find_nodes(op="placeholder")) == len(saved) + 1
     assert all(node.users for node in step.backward.graph.find_nodes(op="placeholder"))
@@ -393,10 +392,10 @@ def test_nothing_is_differentiated_where_no_output_or_no_input_asks_for_it(lab, 
 def replaced(program, target, other):
     """`program` with calls of `other` in place of those of `target`."""
     graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(program.module.graph, {}))
+    graph.output(graph.graph_copy(program.lowered.graph, {}))
     for node in graph.find_nodes(op="call_function", target=target):
         node.target = other
-    return dataclasses.replace(program, module=torch.fx.GraphModule(torch.nn.Module(), graph))
+    return dataclasses.replace(program, lowered=torch.fx.GraphModule(torch.nn.Module(), graph))
 
 
 LIBRARY = torch.library.Library("partway_differentiate_tests", "DEF")
@@ -423,7 +422,7 @@ def test_constants_that_a_formula_makes_are_each_their_own(lab):
     program = replaced(program, torch.ops.aten.sin.default, operators.rising.default)
     program = replaced(program, torch.ops.aten.cos.default, operators.falling.default)
     assert len({piece.key for piece in cut(program)}) < len(cut(program))
-    step = CompiledStep(differentiate(program, (True,)), Simulator(lab.LINE), lambda w: None)
+    step = Loaded(differentiate(program, (True,)), Simulator(lab.LINE), lambda w: None)
     found = lab.value_and_gradients(step(lab.call_tensors(problem, fn, args)), args)
     lab.assert_same(found, lab.value_and_gradients((expected(*args),), args))
 
@@ -458,7 +457,7 @@ def test_no_program_transposes_what_was_transposed(split):
         parameter_plan={"1.weight": split} if split else None, in_strategy=((1, 1),),
     )  # fmt: skip
     model(random(4, 8)).sum().backward()
-    for graph in (model.program.step.forward.graph, model.program.step.backward.graph):
+    for graph in (model.program.forward.graph, model.program.backward.graph):
         transposes = graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)
         assert not [node for node in transposes if node.args[0] in transposes]
 

@@ -110,8 +110,8 @@ def test_a_slice_is_not_kept_beside_its_window(bytes_alone):
     with pw.auto_parallel_context(device_profile=bytes_alone):
         strategy = ((None, None, "h", "w"), None, None)
         compiled = pw.compile(fn, (x, *weights), mesh={"h": 2, "w": 4}, in_strategy=strategy)
-    step = compiled.program.step
-    (*_, output), results = step.forward.graph.nodes, len(step.program.outputs)
+    step = compiled.program
+    (*_, output), results = step.forward.graph.nodes, len(step.outputs)
     kept = [node.meta["val"] for node in output.args[0][results:] if node.op != "placeholder"]
     shapes = [tuple(value.shape) for value in kept]
     assert (1, 8, 8 + 2, 8 + 2) in shapes  # the window of the ReLU's result

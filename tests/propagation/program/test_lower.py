@@ -12,13 +12,13 @@ from torch import nn
 import partway as pw
 import partway.propagation.program.lower as lower_module
 from partway.fusion import Fusion, FusionMode, FusionPolicies
-from partway.fusion.program import make_program
+from partway.fusion.fuse import fuse_program
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops.collectives import convert
 from partway.propagation.program.collective import collective
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.local_program import LocalProgram, verify_program
 from partway.propagation.program.lower import lower
+from partway.propagation.program.program import Program, verify_program
 from partway.propagation.search.exact import dynamic_programming
 from partway.strategy import REPLICATE, Layout, Shard, VerifyError
 
@@ -60,6 +60,9 @@ def conversions(graph):
 def test_the_program_of_a_megatron_mlp():
     compiled = compile_mlp()
     assert str(compiled.local).splitlines() == [
+        "on dp=2, tp=4",
+        "",
+        "forward",
         "parameter up.weight    # [512, 512] of [2048, 512] [dp:R tp:S0]",
         "parameter up.bias    # [512] of [2048] [dp:R tp:S0]",
         "parameter down.weight    # [512, 512] of [512, 2048] [dp:R tp:S1]",
@@ -79,6 +82,7 @@ def test_the_program_of_a_megatron_mlp():
         "linear_default_1 = aten.linear.default(relu_default, convert_default_3, convert_default_5)",
         "#",
         "convert_default_6 = all_reduce(linear_default_1) over tp, P -> R",
+        "    # 4 ranks send 1.57 MB each, 20.2 us",
         "    # of linear_1: aten.linear.default linear_1 (dp:_1 tp:k) meets result result [dp:S0 tp:R]",
         "return result = convert_default_6",
     ]
@@ -94,7 +98,7 @@ def test_a_megatron_mlp_sends_one_all_reduce_forward_one_backward_and_the_gradie
         ("backward", "all_reduce", ("dp",), "down.weight", 512 * 512 * 4),
         ("backward", "all_reduce", ("dp",), "down.bias", 128 * 4),
     ]
-    step = compiled.program.step
+    step = compiled.program
     assert sum("P -> R over tp" in text for text in conversions(step.forward.graph)) == 1
     assert sum("P -> R over tp" in text for text in conversions(step.backward.graph)) == 1
 
@@ -131,8 +135,8 @@ def test_consumers_share_a_conversion_and_their_gradients_one_all_reduce():
         out_strategy=((None, "tp"),),
         parameter_plan={"*.weight": ("tp", None)},
     )
-    assert conversions(compiled.program.step.forward.graph) == ["R -> B over tp"]
-    assert conversions(compiled.program.step.backward.graph) == ["P -> R over tp"]
+    assert conversions(compiled.program.forward.graph) == ["R -> B over tp"]
+    assert conversions(compiled.program.backward.graph) == ["P -> R over tp"]
     assert [(c.kind, c.tensor) for c in compiled.plan.collectives] == [("all_reduce", "x")]
 
 
@@ -162,10 +166,10 @@ def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
     assert str(reduced).startswith("backward all_reduce over dp,tp (8 ranks) of up.weight, 4,194,304 bytes: ")
     assert "backward all_reduce over dp,tp (8 ranks) of up.weight: 4.19 MB" in str(compiled.plan.explain("up"))
     assert "all_reduce(dp,tp)" in str(compiled.plan.table(every=True))
-    step = compiled.program.step
+    step = compiled.program
     assert conversions(step.forward.graph)[-1] == "S0 -> R over dp,tp"
     profile = compiled.problem.settings.profile
-    collectives = make_program(step, FusionPolicies(Fusion(FusionMode.AUTO)), profile).collectives
+    collectives = fuse_program(step, FusionPolicies(Fusion(FusionMode.AUTO))).collectives
     (fused,) = (c for c in collectives if c.members == ("down.weight", "up.weight"))
     assert (fused.phase, fused.axes, fused.group_size) == ("backward", ("dp", "tp"), 8)
     assert collectives.index(fused) >= len(collectives) - 3  # the biases are small: fewer messages, axis by axis
@@ -216,7 +220,7 @@ def found_in(step, mesh, profile):
     for phase, graph in graphs.items():
         for node in graph.nodes:
             if node.target is convert:
-                found = collective(step.program.conversions[node.args[5]], phase, mesh, profile)
+                found = collective(step.conversions[node.args[5]], phase, mesh, profile)
                 if found is not None:
                     yield found
 
@@ -265,7 +269,7 @@ def verify_and_differentiate(compiled):
 # -- the verifier
 
 
-def small(lab) -> LocalProgram:
+def small(lab) -> Program:
     x = torch.ones(4, 4, requires_grad=True)
     problem = lab.problem_of(lambda x: (x * 2).sum(), (x,), lab.LINE, {"x": ((Layout(lab.LINE, (Shard(0),)),), "")})
     return lower(problem, dynamic_programming(problem).choice)
@@ -307,7 +311,7 @@ def test_a_value_is_converted_at_most_once_into_each_layout(lab):
     for layout in (split, whole):
         problem = lab.problem_of(fn, (x,), lab.LINE, {"x": ((layout,), "")})
         program = verify_program(lower(problem, dynamic_programming(problem).choice))
-        taken = [(n.args[0], n.args[2], *n.args[3]) for n in program.module.graph.nodes if n.target is convert]
+        taken = [(n.args[0], n.args[2], *n.args[3]) for n in program.lowered.graph.nodes if n.target is convert]
         assert len(taken) == len(set(taken))
 
 
@@ -343,7 +347,7 @@ def test_a_part_of_a_large_constant_is_computed_as_such(split, monkeypatch):
     found_loss, found = gradients(model, {"x": x})
     assert_same_loss(found_loss, loss, 1e-12)
     assert_same_gradients(found, expected, 1e-12)
-    masks = [node.meta["val"] for node in model.program.step.forward.graph.nodes if "bitwise" in str(node.target)]
+    masks = [node.meta["val"] for node in model.program.forward.graph.nodes if "bitwise" in str(node.target)]
     assert masks
     whole = 8 * 16 * 16
     assert max(mask.numel() for mask in masks) < whole

@@ -48,8 +48,9 @@ from partway.propagation.minsum.network import Costs
 from partway.propagation.problem.cost_tables import costs_of
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import Option, SearchProblem, Settings, Vertex, VertexKind
-from partway.propagation.program.local_program import Conversion, LocalProgram, verify_program
+from partway.propagation.program.collective import Conversion
 from partway.propagation.program.lower import lower
+from partway.propagation.program.program import Program, verify_program
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.propagate import sharding_propagation
 from partway.propagation.search.recursive import recursive_programming
@@ -135,7 +136,7 @@ def roofline(problem: SearchProblem, vertex: Vertex, option: Option) -> float:
     )
 
 
-def resting(program: LocalProgram, problem: SearchProblem) -> float:
+def resting(program: Program, problem: SearchProblem) -> float:
     """The weighed bytes of the inputs: a parameter that is trained stands there with its gradient and its states."""
     total = 0.0
     for placed in program.inputs:
@@ -146,7 +147,7 @@ def resting(program: LocalProgram, problem: SearchProblem) -> float:
     return problem.settings.weights.memory * total
 
 
-def priced(problem: SearchProblem, choice: tuple[int, ...], program: LocalProgram) -> float:
+def priced(problem: SearchProblem, choice: tuple[int, ...], program: Program) -> float:
     s = problem.settings
     constants = {node.name for node in problem.constants}
     communicated = sum(
@@ -160,7 +161,7 @@ def priced(problem: SearchProblem, choice: tuple[int, ...], program: LocalProgra
     return communicated + worked + resting(program, problem)
 
 
-def check(problem: SearchProblem, solution: Solution, shared: bool = False) -> LocalProgram:
+def check(problem: SearchProblem, solution: Solution, shared: bool = False) -> Program:
     """The claim is what the program costs, but for steps that do nothing and are not in its text: a `STEP` each.
     `shared`: the program may cost less, as a conversion that two consumers asked for is done once."""
     program = verify_program(lower(problem, verify_solution(problem, solution).choice))

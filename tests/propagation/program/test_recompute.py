@@ -67,9 +67,9 @@ def batch(size=8):
 
 def saved(model):
     """The values that the forward saves, without those that are inputs."""
-    step = model.program.step
+    step = model.program
     (output,) = step.forward.graph.find_nodes(op="output")
-    return [node for node in output.args[0][len(step.program.outputs) :] if node.op != "placeholder"]
+    return [node for node in output.args[0][len(step.outputs) :] if node.op != "placeholder"]
 
 
 def saved_bytes(model):
@@ -80,7 +80,7 @@ def saved_bytes(model):
 
 def gathers(model):
     """The all-gathers in the backward that runs."""
-    graph = model.program.step.backward.graph
+    graph = model.program.backward.graph
     found = graph.find_nodes(op="call_function", target=convert)
     return [node for node in found if kind_of(*node.args[1:3]) is Kind.ALL_GATHER]
 
@@ -167,7 +167,7 @@ def test_a_sequential_in_segments():
 
     model = pw.shard(Segmented(), mesh={"dp": 2}, in_strategy=(("dp", None),))
     check(model, Segmented(), batch())
-    assert {region_of(node) for node in model.program.step.forward.graph.nodes} >= {0}
+    assert {region_of(node) for node in model.program.forward.graph.nodes} >= {0}
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the name that all versions have
@@ -266,7 +266,7 @@ def test_a_checkpoint_around_the_sharded_function_is_no_region():
     for reentrant in (False, True):
         given = batch()["x"].requires_grad_()
         checkpoint(model, given, use_reentrant=reentrant).backward()
-    assert all(region_of(node) is None for node in model.program.step.forward.graph.nodes)
+    assert all(region_of(node) is None for node in model.program.forward.graph.nodes)
 
 
 # -- reshard_after_forward
@@ -304,7 +304,7 @@ def test_gathered_weights_are_gathered_again():
 
 
 def test_a_gather_runs_right_before_its_first_use():
-    backward = split_at_rest(True).program.step.backward.graph
+    backward = split_at_rest(True).program.backward.graph
     place = {node: i for i, node in enumerate(backward.nodes)}
     for node in gathers(split_at_rest(True)):
         assert min(place.get(user, 0) for user in node.users) - place.get(node, 0) <= 4
@@ -467,7 +467,7 @@ def test_a_slice_of_which_the_whole_is_kept_too_is_taken_out_of_it(split):
     check(model, Squares(), batch())
     assert any(node.target is convert for node in saved(model))
     assert not [node for node in saved(model) if node.name.startswith(("tanh", "detach"))]
-    calls = model.program.step.backward.graph.find_nodes(op="call_function", target=convert)
+    calls = model.program.backward.graph.find_nodes(op="call_function", target=convert)
     assert Kind.SLICE in {kind_of(*node.args[1:3]) for node in calls}
     assert carried(model.program.collectives) == carried(model.plan.collectives)
 
@@ -490,7 +490,7 @@ def test_a_value_is_kept_in_place_of_an_operand_that_is_as_large_and_kept_for_it
     with pw.auto_parallel_context(device_num=2, batch_norm_parts=2):
         model = pw.shard(Normed(), mesh={"dp": 2}, in_strategy=(("dp", None, None, None),))
         model(x).backward()
-    again = [node.target for node in model.program.step.backward.graph.nodes]
+    again = [node.target for node in model.program.backward.graph.nodes]
     assert torch.ops.aten.relu.default not in again
     assert torch.ops.aten.threshold_backward.default in again
     plain = Normed()

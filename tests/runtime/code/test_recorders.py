@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 import partway as pw
-from partway.fusion.timeline import COMMUNICATION, COMPUTE
 from partway.propagation.ops.collectives import convert
+from partway.propagation.program.timeline import COMMUNICATION, COMPUTE
 from partway.runtime import Simulator
-from partway.runtime.code import loaded
+from partway.runtime.code import loaded_graph
 from partway.runtime.code.assemble import assemble_code
 from partway.runtime.code.recorders import begin, marking
 from partway.strategy import Mesh
@@ -67,7 +67,7 @@ def test_a_timeline_has_what_was_predicted_under_the_same_names():
 
 
 def test_what_is_timed_is_made_before_its_time_counts(monkeypatch):
-    happened, load, begins = [], Simulator.load, loaded.begin
+    happened, load, begins = [], Simulator.load, loaded_graph.begin
 
     def made(self, code, mark=None):
         happened.append("made")
@@ -79,7 +79,7 @@ def test_what_is_timed_is_made_before_its_time_counts(monkeypatch):
 
     with data_parallel(2) as (_, step), pw.record_timeline():
         monkeypatch.setattr(Simulator, "load", made)
-        monkeypatch.setattr(loaded, "begin", begun)
+        monkeypatch.setattr(loaded_graph, "begin", begun)
         step()
     assert happened == ["made", "begun"] * 2
 

@@ -98,5 +98,5 @@ def test_a_timeline_has_every_operator_of_one_device():
         model(x)[0].backward()
     assert {span.phase for span in spans} == {"forward", "backward"}
     assert {span.name for span in spans} >= {
-        node.name for node in model.program.step.forward.graph.nodes if "mm" in node.name
+        node.name for node in model.program.forward.graph.nodes if "mm" in node.name
     }

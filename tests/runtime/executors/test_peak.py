@@ -9,7 +9,7 @@ from live_bytes import LiveBytes
 from torch import nn
 
 import partway as pw
-from partway.propagation.program.step import calls_of
+from partway.propagation.graph.nodes import calls_of
 from partway.runtime.executors.peak import moments, peak
 
 
@@ -48,19 +48,19 @@ def planned(fn, *given, **options):
 def test_what_lives_is_counted_from_the_operator_that_makes_it_to_its_last_reader():
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: torch.sin(torch.sin(x)).sum(), x)
-    every = moments(model.program.step)
+    every = moments(model.program)
     part = 2 * 8 * 8  # bytes of one rank's rows
     held = {f"{m.phase} {m.node.name}": m.held for m in every}
     assert held["forward sin"] == part
     assert held["forward sin_1"] == 2 * part
     assert max(held.values()) <= 4 * part + 64
-    assert [m.node for m in every if m.phase == "forward"] == calls_of(model.program.step.forward.graph)
+    assert [m.node for m in every if m.phase == "forward"] == calls_of(model.program.forward.graph)
 
 
 def test_all_results_of_a_call_are_there_when_it_has_run():
     x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: F.max_pool2d(torch.sin(x)[:, None], 2).exp().sum(), x, in_strategy=(("dp", None, None),))
-    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program.step)}
+    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program)}
     pooled = 2 * 4 * 4 * 8  # bytes of one rank's maxima, and of where they are
     assert held["forward max_pool2d_with_indices"] == 2 * 64 * 8 + 2 * pooled
 
@@ -68,14 +68,14 @@ def test_all_results_of_a_call_are_there_when_it_has_run():
 def test_parts_of_a_split_are_views():
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: sum(p.exp().sum() for p in torch.sin(x).split(4, 1)), x)
-    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program.step)}
+    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program)}
     assert held["forward getitem_1"] == held["forward getitem"] <= held["forward split"]
 
 
 def test_a_step_without_a_backward_has_a_forward_only():
     with torch.no_grad():
         model = planned(torch.sin, torch.randn(4, 8))
-    assert {m.phase for m in moments(model.program.step)} <= {"forward"}
+    assert {m.phase for m in moments(model.program)} <= {"forward"}
 
 
 @pytest.mark.parametrize(("recompute", "share"), [("auto", None), ("none", None), ("all", None), ("auto", 0.8)])
@@ -87,7 +87,7 @@ def test_a_plan_predicts_what_its_step_holds(recompute, share):
     model = planned(Net(), x)
     memory = model.plan.memory
     static = memory.parameters + memory.optimizer + memory.inputs
-    found = max(m.held for m in moments(model.program.step))
+    found = max(m.held for m in moments(model.program))
     assert found == pytest.approx(memory.total - static, rel=0.15)
 
 
@@ -120,7 +120,7 @@ def check_live(options):
             model(x).backward()
         peaks.append(live.peak)
         model.zero_grad()
-    predicted, lives = peak(model.program.step).held, min(peaks)
+    predicted, lives = peak(model.program).held, min(peaks)
     assert abs(predicted - lives) <= 0.03 * lives, (predicted, peaks)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import partway as pw
-from partway.fusion import save_chrome_trace
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.program.timeline import save_chrome_trace
 from partway.strategy.basics import files
 from partway.strategy.basics.files import MARKS, held, is_foreign, json_of, naming, read, save, write_whole
 from partway.strategy.errors import StrategyError, shown

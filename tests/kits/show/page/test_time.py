@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from partway.fusion.timeline import Span
+from partway.propagation.program.timeline import Span
 from partway.show.page.time import MOST, timeline_sections
 from partway.strategy import StrategyError
 

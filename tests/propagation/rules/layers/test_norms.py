@@ -11,7 +11,7 @@ from torch import nn
 
 import partway as pw
 from partway.fusion import FusionPolicies
-from partway.fusion.program import make_program
+from partway.fusion.fuse import fuse_program
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import differentiated
@@ -185,7 +185,7 @@ def split(lab, graph, layout):
 
 
 def targets_of(problem, choice):
-    return {node.target for node in lower(problem, choice).module.graph.nodes}
+    return {node.target for node in lower(problem, choice).lowered.graph.nodes}
 
 
 def gathered(problem, choice):
@@ -324,7 +324,7 @@ def test_a_split_image_costs_one_allreduce_forward_and_one_backward(lab, dtype):
     fn, x = nn.GroupNorm(2, 4).to(dtype), drawn(2, 4, 8, 16, dtype=dtype).requires_grad_()
     problem, choice = split_by(lab, fn, x, placed(Mesh({"a": 4}), {"a": 3}))
     step = differentiate(lower(problem, choice), differentiated(problem.graph))
-    program = make_program(step, FusionPolicies(), problem.settings.profile)
+    program = fuse_program(step, FusionPolicies())
     kinds = {p: [c.kind for c in program.collectives if c.phase == p] for p in ("forward", "backward")}
     assert kinds["forward"] == [Kind.ALL_REDUCE] * (2 if dtype is torch.float64 else 1)
     assert set(kinds["backward"]) == {Kind.ALL_REDUCE}

@@ -1,4 +1,4 @@
-"""A graph of a step as a function for an executor and a backend, timed if a timeline listens."""
+"""A graph of a program as a function for an executor and a backend, timed if a timeline listens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from ...propagation.program.local_program import Conversion, PlacedPort
-from ...propagation.program.step import Step, inputs_with_gradients
+from ...propagation.program.collective import Conversion
+from ...propagation.program.program import PlacedPort, Program
 from ...strategy.basics.choice import Choice
 from .assemble import assemble_code
 from .inductor import compile_regions, example
@@ -53,13 +53,13 @@ class Executor(Protocol):
 
 
 class Backend(Choice):
-    """The backend that runs the operators of a step."""
+    """The backend that runs the operators of a program."""
 
     EAGER = "eager"  # PyTorch, one operator after another
     INDUCTOR = "inductor"  # TorchInductor's kernels, one for each stretch between collectives
 
 
-class Loaded:
+class LoadedGraph:
     """A graph and the function that runs it for one executor.
 
     code       its instructions
@@ -95,19 +95,19 @@ class Loaded:
         return run(inputs)
 
 
-class Backward(Loaded):
-    """The backward of a Step: from saved values and tangents to the gradients of inputs.
+class Backward(LoadedGraph):
+    """The backward of a Program: from saved values and tangents to the gradients of inputs.
 
     places      the inputs that get a gradient; one on which no output depends gets none
     placed      the layouts of the gradients
     shared      whether each of them is copied, as `Code.shared`
     """
 
-    def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
-        assert step.backward is not None
-        super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
-        self.places = inputs_with_gradients(step)
-        inputs = [step.program.inputs[i] for i in self.places]
+    def __init__(self, program: Program, examples: Sequence[Any], loader: Loader) -> None:
+        assert program.backward is not None
+        super().__init__(program.backward, "backward", program.conversions, examples, loader)
+        self.places = program.places_of_gradients
+        inputs = [program.inputs[i] for i in self.places]
         self.placed = [Placed(p.layout.dual(), p.shape) for p in inputs]
         self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
 

@@ -1,6 +1,6 @@
 """Conversions that need no other rank: every kind has an entry. (What they compute is tested in test_simulate.py.)"""
 
-from partway.runtime.code.local_conversions import LOCAL as CONVERSIONS
+from partway.runtime.code.slices import LOCAL as CONVERSIONS
 from partway.strategy.placement import LOCAL
 
 

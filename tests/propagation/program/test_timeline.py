@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from partway.fusion import Span, save_chrome_trace
+from partway.propagation.program.timeline import Span, save_chrome_trace
 from partway.strategy.errors import StrategyError
 
 MM = Span("mm", "forward", "compute", 0.0, 2e-3, {"kind": "aten.mm.default"})

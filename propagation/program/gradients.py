@@ -1,18 +1,21 @@
-"""Sum 16-bit gradients in 32 bits: over many ranks a 16-bit sum would lose small addends."""
+"""Edits of the gradients of parameters: 16-bit ones are summed over ranks in 32 bits, since over many ranks a 16-bit
+sum would lose small addends, and all are multiplied by a factor."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...strategy.placement import PARTIAL, placement_from_code
 from ..graph.graph import Text
+from ..graph.nodes import is_port, returned_by
 from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
 from ..ops.kinds import is_reduction
-from .step import Step, is_port, returned_by
+from .program import Program
 
 aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
@@ -22,15 +25,15 @@ _MOVES = (
 )  # fmt: skip
 
 
-def reduce_in_float32(step: Step) -> Step:
-    """`step` with every sum over ranks of a parameter's gradient in bfloat16 or float16 taken in float32. The result
+def reduce_in_float32(program: Program) -> Program:
+    """`program` with every sum over ranks of a parameter's gradient in bfloat16 or float16 taken in float32. The result
     is rounded once, unless it becomes float32 anyway, as under autocast."""
-    if step.backward is None:
-        return step
-    graph, conversions = fx.Graph(), list(step.program.conversions)
-    graph.output(graph.graph_copy(step.backward.graph, {}))
+    if program.backward is None:
+        return program
+    graph, conversions = fx.Graph(), list(program.conversions)
+    graph.output(graph.graph_copy(program.backward.graph, {}))
     wider = _Wider()
-    for node in _reductions(graph, step):
+    for node in _reductions(graph, program):
         operand, *how, tag = node.args
         assert isinstance(operand, fx.Node) and isinstance(tag, int)
         wide = replace(
@@ -51,14 +54,13 @@ def reduce_in_float32(step: Step) -> Step:
                 user.replace_all_uses_with(reduced)
         node.replace_all_uses_with(rounded)
     graph.eliminate_dead_code(is_impure_node=is_port)
-    program = replace(step.program, conversions=tuple(conversions))
-    return replace(step, program=program, backward=Text(step.backward, graph))
+    return replace(program, conversions=tuple(conversions), backward=Text(program.backward, graph))
 
 
-def _reductions(graph: fx.Graph, step: Step) -> list[fx.Node]:
+def _reductions(graph: fx.Graph, program: Program) -> list[fx.Node]:
     """The sums over ranks of 16-bit values among the last conversions and casts of parameters' gradients."""
     sums: dict[fx.Node, None] = {}
-    placed = [placed for placed, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
+    placed = [placed for placed, needs in zip(program.inputs, program.needed, strict=True) if needs]
     for port, node in zip(placed, returned_by(graph), strict=True):
         while port.port.role is Role.PARAMETER and isinstance(node, fx.Node) and node.target in _MOVES:
             if node.target is convert and _adds_narrow(node):
@@ -86,3 +88,24 @@ def _cast(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
     cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": like.dtype})
     cast.meta["val"] = like
     return cast
+
+
+def scale_parameter_gradients(program: Program, factor: float) -> Program:
+    """`program` with the gradient of every parameter multiplied by `factor`."""
+    if program.backward is None or factor == 1:
+        return program
+    graph = fx.Graph()
+    returned: Any = graph.graph_copy(program.backward.graph, {})
+    placed = [p for p, needs in zip(program.inputs, program.needed, strict=True) if needs]
+
+    def scaled(gradient: fx.Node) -> fx.Node:
+        product = graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
+        product.meta["val"] = torch.ops.aten.mul.Scalar(gradient.meta["val"], factor)
+        return product
+
+    gradients = [
+        scaled(gradient) if p.port.role is Role.PARAMETER and gradient is not None else gradient
+        for p, gradient in zip(placed, returned, strict=True)
+    ]
+    graph.output(tuple(gradients))
+    return replace(program, backward=Text(program.backward, graph))

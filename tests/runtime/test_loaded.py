@@ -1,4 +1,4 @@
-"""A compiled step, on simulated ranks and on gloo ranks, computes what plain torch computes."""
+"""A loaded program, on simulated ranks and on gloo ranks, computes what plain torch computes."""
 
 import functools
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
-from partway.fusion.program import make_program
+from partway.fusion.fuse import fuse_program
 from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
@@ -19,11 +19,11 @@ from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import Settings
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
+from partway.propagation.program.program import verify_program
 from partway.propagation.search.exact import dynamic_programming
 from partway.runtime import (
-    CompiledStep,
+    Loaded,
     Simulator,
     Worker,
     as_dtensor,
@@ -84,7 +84,7 @@ ANNOTATIONS = {
 
 
 def plan(which, axes, annotation, fused=False):
-    """The model, its arguments, and a function from an executor to the compiled step."""
+    """The model, its arguments, and a function from an executor to the loaded program."""
     model, arguments = example(which)
     options, mesh = CaptureOptions(random_numbers=RandomNumbers.TORCH), Mesh(axes)
     graph = capture(model, (), arguments, options)
@@ -104,8 +104,8 @@ def plan(which, axes, annotation, fused=False):
             step = differentiate(program, wanted)
             if fused and step.backward:
                 auto = Fusion(FusionMode.AUTO)
-                step = make_program(step, FusionPolicies(auto, auto, auto), settings.profile).step
-            return CompiledStep(step, executor, build)
+                step = fuse_program(step, FusionPolicies(auto, auto, auto))
+            return Loaded(step, executor, build)
 
         return build(differentiated(graph))
 
@@ -114,11 +114,11 @@ def plan(which, axes, annotation, fused=False):
 
 def tensors_of(compiled, model, arguments):
     given = {**arguments, **dict(model.named_parameters(remove_duplicate=False))}
-    return [given[placed.port.name] for placed in compiled.step.program.inputs]
+    return [given[placed.port.name] for placed in compiled.program.inputs]
 
 
 def results(compiled, outputs):
-    names = [placed.port.name for placed in compiled.step.program.outputs]
+    names = [placed.port.name for placed in compiled.program.outputs]
     return outputs[names.index("result[0]")], outputs[names.index("result[1]")]
 
 
@@ -171,7 +171,7 @@ def check_worker(which, axes, annotation, fused):
     model, arguments, compiled = plan(which, axes, annotation, fused)
     worker, simulator = Worker(Mesh(axes)), Simulator(Mesh(axes))
     step, reference = compiled(worker), compiled(simulator)
-    inputs = step.step.program.inputs
+    inputs = step.program.inputs
     whole = tensors_of(step, model, arguments)
     parts = [
         worker.cut(t.detach(), placed.layout).requires_grad_(t.requires_grad)
@@ -186,7 +186,7 @@ def check_worker(which, axes, annotation, fused):
         loss_of_all, logits_of_all = results(reference, reference(whole))
         loss_of_all.backward()
     assert said == expected
-    outputs = step.step.program.outputs
+    outputs = step.program.outputs
     for wanted, wanted_logits in ((loss_of_all, logits_of_all), plain(which)[:2]):
         part = worker.cut(wanted_logits, outputs[-1].layout)
         assert_equal_runs((loss, logits, {}), (wanted, part, {}))
@@ -226,7 +226,7 @@ def check_training(which, axes, optimizer, steps):
     reference, _ = example(which)
     worker = Worker(mesh)
     step = compiled(worker)
-    inputs = step.step.program.inputs
+    inputs = step.program.inputs
     layouts = {placed.port.name: placed.layout for placed in inputs if placed.port.role is Role.PARAMETER}
     distribute(model)
     kept = list(model.parameters())
@@ -235,7 +235,7 @@ def check_training(which, axes, optimizer, steps):
     for held in (kept, mine.param_groups[0]["params"]):
         assert [id(p) for p in held] == [id(p) for p in model.parameters()]
     assert any(p.to_local().shape != p.shape for p in kept)
-    outputs = [placed.layout for placed in step.step.program.outputs]
+    outputs = [placed.layout for placed in step.program.outputs]
     for number in range(steps):
         given = [
             placed_part(t, placed.layout) for t, placed in zip(tensors_of(step, model, arguments), inputs, strict=True)
@@ -284,7 +284,7 @@ def unplanned(which, executor, model, arguments, compiled):
 @pytest.mark.parametrize("which", ["mlp", "attention"])
 def test_a_gradient_of_an_output_that_was_not_planned_for_is_right_and_draws_the_same_numbers_again(which):
     model, arguments, compiled = plan(which, {"dp": 2, "tp": 2}, "batch")
-    assert compiled(Simulator(Mesh({"dp": 2, "tp": 2}))).step.wanted.count(True) == 1
+    assert compiled(Simulator(Mesh({"dp": 2, "tp": 2}))).program.wanted.count(True) == 1
     got = unplanned(which, Simulator(Mesh({"dp": 2, "tp": 2})), model, arguments, compiled)
     after = torch.get_rng_state()
     torch.manual_seed(1)
@@ -335,7 +335,7 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error():
 def test_without_gradients_nothing_is_saved_and_the_results_are_the_same():
     model, arguments, compiled = plan("attention", {"dp": 2, "tp": 2}, "weights")
     step = compiled(Simulator(Mesh({"dp": 2, "tp": 2})))
-    assert len(step.inference.code.outputs) == len(step.step.program.outputs) < len(step.forward.code.outputs)
+    assert len(step.inference.code.outputs) == len(step.program.outputs) < len(step.forward.code.outputs)
     with torch.no_grad():
         loss, logits = results(step, step(tensors_of(step, model, arguments)))
     assert not loss.requires_grad
@@ -361,7 +361,7 @@ def check_unplanned_worker(axes):
     model, arguments, compiled = plan("mlp", axes, "result")
     worker = Worker(Mesh(axes))
     step = compiled(worker)
-    inputs, out = step.step.program.inputs, step.step.program.outputs[-1].layout
+    inputs, out = step.program.inputs, step.program.outputs[-1].layout
     whole = tensors_of(step, model, arguments)
     parts = [
         worker.cut(t.detach(), placed.layout).requires_grad_(t.requires_grad)

@@ -1,4 +1,4 @@
-"""One call of a compiled function: the forward graph runs, the values for the backward are saved, and autograd calls
+"""One call of a loaded function: the forward graph runs, the values for the backward are saved, and autograd calls
 the backward graph. The executor (simulated ranks or one rank of a process group) is an argument: with simulated ranks a
 call takes and returns whole tensors, with one rank of a process group that rank's parts."""
 
@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, fx
 
 from ..propagation.graph.graph import Text
-from ..propagation.graph.nodes import draws_random_numbers
+from ..propagation.graph.nodes import draws_random_numbers, is_port
 from ..propagation.graph.port import Role
 from ..propagation.program.accumulate import Accumulation
 from ..propagation.program.apart import entangled, of_outputs
 from ..propagation.program.derivative import differentiate_again, gradient_program
-from ..propagation.program.local_program import LocalProgram, PlacedPort
-from ..propagation.program.step import Step, inputs_with_gradients, is_port
+from ..propagation.program.program import PlacedPort, Program
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
 from .code.instructions import AS_TRACED, InputsAs
-from .code.loaded import Backend, Backward, Executor, Loaded, Loader
+from .code.loaded_graph import Backend, Backward, Executor, LoadedGraph, Loader
 from .code.memory import memory_of
 from .code.slices import Placed
 from .code.strides import Strides, is_loose, strides_of
@@ -41,57 +40,57 @@ Wanted = tuple[bool, ...]
 
 
 @dataclass(eq=False)
-class CompiledStep:
-    """A Step as code, for one executor.
+class Loaded:
+    """A program as code, for one executor.
 
-    rebuild        makes the Step for other differentiated outputs; for a subset, from the same saved values
+    rebuild        loads the program for other differentiated outputs; for a subset, from the same saved values
     accumulation   how gradients of the differentiated outputs accumulate
     waiting        the gradients of its module that wait for their reduction
     writes         inference may write into inputs while it runs
-    differentiate  makes the Step of a program whose gradients are differentiated again
+    differentiate  makes the backward of a program whose gradients are differentiated again
     """
 
-    step: Step
+    program: Program
     executor: Executor
-    rebuild: Callable[[Wanted], CompiledStep] = field(repr=False)
+    rebuild: Callable[[Wanted], Loaded] = field(repr=False)
     accumulation: Callable[[Wanted], Accumulation | None] = field(repr=False, default=lambda wanted: None)
     waiting: Waiting = field(repr=False, default_factory=Waiting)
     backend: Backend = Backend.EAGER
     writes: bool = False
-    differentiate: Callable[[LocalProgram, Wanted], Step] = field(repr=False, default=differentiate_again)
+    differentiate: Callable[[Program, Wanted], Program] = field(repr=False, default=differentiate_again)
 
     def __post_init__(self) -> None:
-        program = self.step.program
+        program = self.program
         self.loader = Loader(self.executor, self.backend)
         self.results = [Placed(placed.layout, placed.shape, result_strides(placed)) for placed in program.outputs]
         self.differentiable = [placed.port.requires_grad for placed in program.outputs]
-        nodes = self.step.forward.graph.nodes
+        nodes = self.program.forward.graph.nodes
         self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
         self.inputs = [self.loader.example(placed) for placed in program.inputs]
         self.parameters = [placed.port.role is Role.PARAMETER for placed in program.inputs]
         self.others = [i for i, held in enumerate(self.parameters) if not held]
-        self._derived: dict[Wanted, tuple[list[int], CompiledStep]] = {}
+        self._derived: dict[Wanted, tuple[tuple[int, ...], Loaded]] = {}
 
     @cached_property
-    def forward(self) -> Loaded:
+    def forward(self) -> LoadedGraph:
         """From inputs to results and the values that the backward needs."""
-        return self._forward(self.step.forward)
+        return self._forward(self.program.forward)
 
     @cached_property
-    def inference(self) -> Loaded:
+    def inference(self) -> LoadedGraph:
         """From inputs to results."""
         return self._forward(self._to_results, self.inputs_as)
 
     @cached_property
     def _to_results(self) -> fx.GraphModule:
-        return without_saved(self.step.forward, len(self.results))
+        return without_saved(self.program.forward, len(self.results))
 
     @cached_property
     def written(self) -> Mapping[int, int]:
         """The results in inference that are inputs written in place (written.py)."""
         if self.backend is not Backend.EAGER or not self.writes:
             return {}
-        return written_in_place(self.step, self._to_results.graph)
+        return written_in_place(self.program, self._to_results.graph)
 
     @cached_property
     def inputs_as(self) -> InputsAs:
@@ -103,31 +102,31 @@ class CompiledStep:
         loose = frozenset(i for i, node in enumerate(nodes) if is_loose(node))
         return InputsAs(loose, frozenset(self.written.values()))
 
-    def _forward(self, module: fx.GraphModule, inputs_as: InputsAs = AS_TRACED) -> Loaded:
-        return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader, inputs_as)
+    def _forward(self, module: fx.GraphModule, inputs_as: InputsAs = AS_TRACED) -> LoadedGraph:
+        return LoadedGraph(module, "forward", self.program.conversions, self.inputs, self.loader, inputs_as)
 
     @cached_property
     def backward(self) -> Backward:
         """From saved values and tangents to gradients."""
-        return Backward(self.step, self._backward_examples, self.loader)
+        return Backward(self.program, self._backward_examples, self.loader)
 
     @cached_property
     def accumulating(self) -> Accumulating | None:
         """The backwards whose reductions wait, or None if none can."""
-        accumulation = self.accumulation(self.step.wanted)
+        accumulation = self.accumulation(self.program.wanted)
         return Accumulating(accumulation, self._backward_examples, self.loader) if accumulation else None
 
     @cached_property
     def apart(self) -> list[set[int]]:
         """For each output, the outputs that can be differentiated after it, as their backwards share no saved value."""
         able = {i for i, differentiable in enumerate(self.differentiable) if differentiable}
-        return [able - others for others in entangled(self.step.program)] if len(able) > 1 else [set() for _ in able]
+        return [able - others for others in entangled(self.program)] if len(able) > 1 else [set() for _ in able]
 
     @cached_property
     def read(self) -> list[int]:
         """The parameters whose memory the backward reads directly, and not a copy."""
-        nodes = self.step.forward.graph.nodes
-        places = {node: i for i, node in enumerate(self.step.forward.graph.find_nodes(op="placeholder"))}
+        nodes = self.program.forward.graph.nodes
+        places = {node: i for i, node in enumerate(self.program.forward.graph.find_nodes(op="placeholder"))}
         saved = [n for n in next(iter(reversed(nodes))).args[0][len(self.results) :] if isinstance(n, fx.Node)]
         places_read = {places[memory] for memory in map(memory_of, saved) if memory in places}
         return sorted(i for i in places_read if self.parameters[i])
@@ -136,20 +135,20 @@ class CompiledStep:
         """The outputs that can be differentiated when the outputs `done` have been."""
         return set.intersection(set(range(len(self.results))), *(self.apart[i] for i in done))
 
-    def derived(self, asked: Wanted) -> tuple[list[int], CompiledStep]:
-        """A step with gradients that can be differentiated again, for tangents of the outputs `asked`. Returns the
-        positions of the inputs with gradients, and the step from the inputs and the tangents to the outputs and those
-        gradients."""
+    def derived(self, asked: Wanted) -> tuple[tuple[int, ...], Loaded]:
+        """A program with gradients that can be differentiated again, for tangents of the outputs `asked`. Returns the
+        positions of the inputs with gradients, and the program from the inputs and the tangents to the outputs and
+        those gradients."""
         if asked not in self._derived:
-            first = self.differentiate(self.step.program, asked)
+            first = self.differentiate(self.program, asked)
             program = gradient_program(first)
-            step = self.differentiate(program, tuple(placed.port.requires_grad for placed in program.outputs))
+            again = self.differentiate(program, tuple(placed.port.requires_grad for placed in program.outputs))
 
-            def of(wanted: Wanted) -> CompiledStep:
-                return replace(self, step=step if wanted == step.wanted else of_outputs(step, wanted), rebuild=of,
+            def of(wanted: Wanted) -> Loaded:
+                return replace(self, program=again if wanted == again.wanted else of_outputs(again, wanted), rebuild=of,
                     accumulation=lambda wanted: None, waiting=Waiting(), writes=False)  # fmt: skip
 
-            self._derived[asked] = inputs_with_gradients(first), of(step.wanted)
+            self._derived[asked] = first.places_of_gradients, of(again.wanted)
         return self._derived[asked]
 
     def forward_of(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -161,7 +160,7 @@ class CompiledStep:
     def _backward_examples(self) -> list[Any]:
         if self.backend is Backend.EAGER:
             return []
-        tangents = itertools.compress(self.step.program.outputs, self.step.wanted)
+        tangents = itertools.compress(self.program.outputs, self.program.wanted)
         return [*self.forward.examples[len(self.results) :], *map(self.loader.example, tangents)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -171,11 +170,11 @@ class CompiledStep:
         return results
 
     def _called(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if self.step.backward is not None and torch.is_grad_enabled():
+        if self.program.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
-            inputs = self.executor.enter(tensors, self.step.program.inputs, self.inputs_as.views)
+            inputs = self.executor.enter(tensors, self.program.inputs, self.inputs_as.views)
             values = self.inference.run(inputs)
             return tuple(self._results_of(values, tensors))
 
@@ -214,12 +213,12 @@ class CompiledStep:
         arriving = backward.places
         if kept:
             self._hold(primals, dict(zip(arriving, values, strict=True)))
-        for step, each in taken.items():
-            step.reduce(each)
+        for loaded, each in taken.items():
+            loaded.reduce(each)
         placed, shared = backward.placed, backward.shared
         if kept:
             ready = [i not in kept for i in arriving]
-            arriving, values = [*itertools.compress(arriving, ready)], [*itertools.compress(values, ready)]
+            arriving, values = (*itertools.compress(arriving, ready),), [*itertools.compress(values, ready)]
             placed, shared = [*itertools.compress(placed, ready)], [*itertools.compress(shared, ready)]
         results: list[Tensor | None] = [None] * len(primals)
         for i, gradient in zip(arriving, self.executor.leave(values, placed, shared), strict=True):
@@ -281,29 +280,29 @@ class _Function(torch.autograd.Function):
     """The autograd node of one call."""
 
     @staticmethod
-    def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
-        executor, count = compiled.executor, len(compiled.results)
-        ctx.generators = states_of(tensors[0].device) if compiled.random else None
-        values, saved = compiled.forward_of(executor.enter(tensors, compiled.step.program.inputs))
-        results = executor.leave(values, compiled.results, compiled.forward.code.shared[:count])
+    def forward(ctx: Any, loaded: Loaded, *tensors: Tensor) -> tuple[Tensor, ...]:
+        executor, count = loaded.executor, len(loaded.results)
+        ctx.generators = states_of(tensors[0].device) if loaded.random else None
+        values, saved = loaded.forward_of(executor.enter(tensors, loaded.program.inputs))
+        results = executor.leave(values, loaded.results, loaded.forward.code.shared[:count])
         # autograd forbids writes into a view that is made here
         results = [result.detach() if is_view(result) else result for result in results]
-        ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
+        ctx.loaded, ctx.holding = loaded, bool(loaded.waiting.blocks)
         ctx.done = frozenset()  # the outputs whose backward has freed its saved values
         # Parameters live on anyway, and what the backward reads of them is in `saved`: to save them too takes a
         # microsecond each. But a write into a DTensor does not count as a write into its packed part.
         parameters: list[Tensor | None] = list(tensors)
-        for i in compiled.others:
+        for i in loaded.others:
             parameters[i] = None
         ctx.parameters, ctx.versions = parameters, [*map(version_of, tensors)]
-        kept = [*(tensors[i] for i in compiled.others), *executor.pack(saved)]
-        ctx.held = _held(kept) if any(compiled.apart) else None
+        kept = [*(tensors[i] for i in loaded.others), *executor.pack(saved)]
+        ctx.held = _held(kept) if any(loaded.apart) else None
         if ctx.held is None:
             ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        if not all(compiled.differentiable):
+        if not all(loaded.differentiable):
             ctx.mark_non_differentiable(
-                *(r for r, able in zip(results, compiled.differentiable, strict=True) if not able)
+                *(r for r, able in zip(results, loaded.differentiable, strict=True) if not able)
             )
         return tuple(results)
 
@@ -327,18 +326,18 @@ class _Function(torch.autograd.Function):
     def differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients as results of a call of their own, which autograd can differentiate again. It recomputes the
         forward with the same random numbers, and writes to no buffer."""
-        compiled: CompiledStep = ctx.compiled
+        loaded: Loaded = ctx.loaded
         results: list[Tensor | None] = [None] * len(ctx.versions)
         asked = tuple(g is not None for g in gradients)
         if not any(asked):
             return tuple(results)
         primals, _ = _saved(ctx)
-        _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
+        _check_unchanged(loaded.program.inputs, primals, ctx.versions)
         if not ctx.holding:
-            for step, each in compiled.waiting.take().items():
+            for other, each in loaded.waiting.take().items():
                 with torch.no_grad():
-                    step.reduce(each)
-        places, derived = compiled.derived(asked)
+                    other.reduce(each)
+        places, derived = loaded.derived(asked)
         with drawing_again(ctx.generators, primals[0].device):
             values = derived([*primals, *(g for g in gradients if g is not None)])
         for i, value in zip(places, values[len(asked) :], strict=True):
@@ -348,38 +347,38 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, gradients: Sequence[Tensor | None], free: bool = True) -> tuple[Tensor | None, ...]:
         """The gradients; `free`: no others will be asked for, unless autograd keeps its graph."""
-        compiled: CompiledStep = ctx.compiled
+        loaded: Loaded = ctx.loaded
         asked = tuple(g is not None for g in gradients)
         if not any(asked):
             return (None,) * len(ctx.versions)
-        if ctx.done and not compiled.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
+        if ctx.done and not loaded.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
             raise RuntimeStateError(_FREED)
         primals, packed = _saved(ctx)
         keeper = _keeper(ctx)
-        executor = compiled.executor
+        executor = loaded.executor
         saved = executor.unpack(packed)
-        if asked != compiled.step.wanted:
-            again = any(a and not w for a, w in zip(asked, compiled.step.wanted, strict=True))
-            compiled = compiled.rebuild(asked)
+        if asked != loaded.program.wanted:
+            again = any(a and not w for a, w in zip(asked, loaded.program.wanted, strict=True))
+            loaded = loaded.rebuild(asked)
             if again:
                 # The gradient of this output was not planned for: run the forward again, with the same random numbers,
                 # for the backward that is.
-                _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
+                _check_unchanged(loaded.program.inputs, primals, ctx.versions)
                 with drawing_again(ctx.generators, primals[0].device):
-                    _, saved = compiled.forward_of(executor.enter(primals, compiled.step.program.inputs))
-        outputs = compiled.step.program.outputs
+                    _, saved = loaded.forward_of(executor.enter(primals, loaded.program.inputs))
+        outputs = loaded.program.outputs
         tangents = [
             executor.enter([g], [placed])[0] for g, placed in zip(gradients, outputs, strict=True) if g is not None
         ]
         inputs = [*saved, *tangents]
         if free and keeper is not ctx and not _retains_graph():
             ctx.done |= set(itertools.compress(itertools.count(), asked))
-        if free and (keeper is ctx or not ctx.compiled.after(ctx.done)):
+        if free and (keeper is ctx or not ctx.loaded.after(ctx.done)):
             # Nothing else refers to the saved values here, so that each is freed after its last use. (With retain_graph
             # this keeps all.)
             keeper.maybe_clear_saved_tensors()
         del packed, saved, tangents
-        return compiled.gradients(primals, inputs, ctx.holding)
+        return loaded.gradients(primals, inputs, ctx.holding)
 
 
 _FREED = (
@@ -409,17 +408,17 @@ def _held(kept: Sequence[Tensor]) -> Tensor:
 def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors of a call, and the values that it saved beside them. Raises RuntimeStateError if they were freed, or
     if one that the backward reads was written into."""
-    compiled: CompiledStep = ctx.compiled
+    loaded: Loaded = ctx.loaded
     try:
         rest = iter(_keeper(ctx).saved_tensors)
     except RuntimeError as error:  # PyTorch's messages name no tensor
-        _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
+        _check_unchanged(loaded.program.inputs, ctx.parameters, ctx.versions)
         if "second time" in str(error):
             raise RuntimeStateError(_FREED) from error
         raise
-    if [version_of(ctx.parameters[i]) for i in compiled.read] != [ctx.versions[i] for i in compiled.read]:
-        read = [held if i in compiled.read else None for i, held in enumerate(ctx.parameters)]
-        _check_unchanged(compiled.step.program.inputs, read, ctx.versions)
+    if [version_of(ctx.parameters[i]) for i in loaded.read] != [ctx.versions[i] for i in loaded.read]:
+        read = [held if i in loaded.read else None for i, held in enumerate(ctx.parameters)]
+        _check_unchanged(loaded.program.inputs, read, ctx.versions)
     primals = [next(rest) if held is None else held for held in ctx.parameters]
     return primals, list(rest)
 

@@ -13,12 +13,11 @@ the profile has a measured time for their calls.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,20 +26,16 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..propagation.cost.cost import collective_cost, operator_seconds
-from ..propagation.cost.operators import LOOKUPS, rates_of
-from ..propagation.cost.profile import ALONE, DeviceProfile, Together
-from ..propagation.cost.rates import VIEW
-from ..propagation.graph.graph import Text
-from ..propagation.graph.nodes import is_pointwise, is_view, operands
-from ..propagation.ops.collectives import convert, convert_group, kind_of
-from ..propagation.ops.kinds import WORTH_A_CALL, payload_bytes
-from ..propagation.program.segments import Like, pieces_of
-from ..propagation.program.step import Step
-from ..propagation.torch_internals import FakeTensorMode
-from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from .events import Compute, Event, Offer, Send
+from ...strategy.mesh import Mesh
+from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
+from ..cost.cost import collective_cost, operator_seconds
+from ..cost.operators import LOOKUPS, rates_of
+from ..cost.profile import ALONE, DeviceProfile, Together
+from ..cost.rates import VIEW
+from ..graph.nodes import is_pointwise, is_view, operands
+from ..ops.collectives import convert, convert_group, kind_of
+from ..ops.kinds import WORTH_A_CALL, payload_bytes
+from ..torch_internals import FakeTensorMode
 from .timeline import COMMUNICATION, COMPUTE, Span
 
 aten = torch.ops.aten
@@ -75,16 +70,14 @@ class Schedule:
         return max(self.seconds - self.computing, 0.0)
 
 
-def predict(forward: fx.Graph, backward: fx.Graph | None, mesh: Mesh, profile: DeviceProfile) -> Schedule:
-    """The schedule of the graphs of a Step, whose placeholders have their local values in `meta["val"]`.
+def predict(graphs: Mapping[str, fx.Graph], mesh: Mesh, profile: DeviceProfile) -> Schedule:
+    """The schedule of the graphs of a program, by phase, whose placeholders have their local values in `meta["val"]`.
 
     Raises StrategyError for a mesh with more devices than the network of the profile joins.
     """
     spans: list[Span] = []
     start = 0.0
-    for phase, graph in (("forward", forward), ("backward", backward)):
-        if graph is None:
-            continue
+    for phase, graph in graphs.items():
         work = work_of(graph, mesh, profile)
         played, end = play([(node,) for node in graph.nodes], work, profile.together)
         for ((node,), begin, ended), item in zip(played, work.values(), strict=True):
@@ -226,48 +219,6 @@ class _Lanes:
             self.starts[self.under_way[0][0]] = when
 
 
-def events_of(
-    order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
-) -> tuple[tuple[Event, ...], bool]:
-    """The events of `order`, in which each of `members` stands where it is ready, and whether a member reads another
-    one, which events do not represent.
-    """
-    position = {node: index for index, node in enumerate(members)}
-    events: list[Event] = []
-    reads: dict[fx.Node, frozenset[int]] = {}  # the members on which a node's value depends
-    over: dict[fx.Node, frozenset[int]] = {}  # the other collectives that a reader of the node has to wait for
-    waited: set[int] = set()
-    chained, count = False, 0
-    for unit in order:
-        item = work[unit[0]]
-        operands = [operand for node in unit for operand in node.all_input_nodes]
-        read = frozenset[int]().union(*(reads[operand] for operand in operands))
-        others = frozenset[int]().union(*(over[operand] for operand in operands)) - waited
-        if unit[0].op == "output":
-            continue
-        if unit[0] in position:
-            chained |= bool(read)
-            events.append(Offer(position[unit[0]], tuple(sorted(others))))
-            read, others = frozenset({position[unit[0]]}), frozenset()
-        elif not item.late:
-            seconds = item.seconds if item.lane == COMPUTE else 0.0
-            last = events[-1] if events else None
-            if not (read or others) and type(last) is Compute and not (last.others or last.members):
-                events[-1] = Compute(last.seconds + seconds)
-            elif read or others or seconds:
-                events.append(Compute(seconds, tuple(sorted(others)), tuple(sorted(read))))
-            if not read:
-                waited |= others
-                others = frozenset()
-            if item.lane == COMMUNICATION:
-                taken = item.waiting + item.per_byte * sum(work[node].payload for node in unit)
-                events.append(Send(count, taken, tuple(sorted(read))))
-                others, count = frozenset({count}), count + 1
-        for node in unit:
-            reads[node], over[node] = read, others
-    return tuple(events), chained
-
-
 # -- What each node takes --------------------------------------------------------------------------------------------
 
 
@@ -275,33 +226,6 @@ def work_of(graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> dict[fx.Node
     """The work of each node of `graph`; raises as `predict`."""
     meter = Meter(graph, mesh, profile)
     return {node: meter.work(node) for node in graph.nodes}
-
-
-def with_values(step: Step) -> Step:
-    """`step` with the local values of its forward in `meta["val"]`. (A differentiated step has them from tracing.)"""
-    if step.backward is not None:
-        return step
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    placed = step.program.inputs
-    with FakeTensorMode(), torch.enable_grad():
-        device = placed[0].port.node.meta["val"].device if placed else torch.device("cpu")
-        inputs = {
-            node: Like.whole(port.local_shape, port.dtype, device, False)
-            for node, port in zip(step.forward.graph.find_nodes(op="placeholder"), placed, strict=True)
-        }
-        likes = pieces_of(step.forward.graph, inputs)[1]
-        graph.output(graph.graph_copy(step.forward.graph, copies))
-        empty = functools.cache(Like.empty)  # many values are alike
-        for node, copy in copies.items():
-            copy.meta["val"] = _tensor_like(likes[node], empty)
-    return replace(step, forward=Text(step.forward, graph))
-
-
-def _tensor_like(like: Any, empty: Callable[[Like], Any]) -> Any:
-    if isinstance(like, Like):
-        return empty(like)
-    return tuple(_tensor_like(one, empty) for one in like) if isinstance(like, tuple) else like
 
 
 class Meter:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..strategy.basics.files import save
-from ..strategy.errors import StrategyError, shown
+from ...strategy.basics.files import save
+from ...strategy.errors import StrategyError, shown
 
 _WHOSE = {"otherData": {"program": "Partway"}}
 COMPUTE, COMMUNICATION = "compute", "communication"

@@ -16,14 +16,14 @@ from random_examples import examples
 from torch import fx, nn
 
 import partway as pw
-from partway.fusion import Fusion, FusionMode, FusionPolicies, predict
-from partway.fusion.events import Compute, Offer, Send
-from partway.fusion.program import make_program
-from partway.fusion.schedule import UNHEARD, Work, events_of, play, work_of
+from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.fusion.events import Compute, Offer, Send, events_of
+from partway.fusion.fuse import fuse_program
 from partway.propagation.cost.cost import collective_seconds, operator_seconds
 from partway.propagation.cost.profile import Together, profile_of
 from partway.propagation.cost.rates import OperatorRates, Rates
 from partway.propagation.ops.collectives import convert
+from partway.propagation.program.schedule import UNHEARD, Work, play, predict, work_of
 from partway.strategy import Mesh
 from partway.strategy.errors import StrategyError
 from partway.strategy.placement import Kind
@@ -219,7 +219,7 @@ def test_a_mesh_beyond_the_network_of_the_profile_is_an_error():
     graph = graph_of(lambda x: convert(x, "P", "R", ["dp"], 4, 0), (16,))
     levels = tuple(level.model_copy(update={"devices": 2}) for level in H100.levels[:1])
     with pytest.raises(StrategyError, match=r"the network of device profile 'h100' joins 2 "):
-        predict(graph, None, MESH, H100.model_copy(update={"levels": levels}))
+        predict({"forward": graph}, MESH, H100.model_copy(update={"levels": levels}))
 
 
 class Deep(nn.Module):
@@ -266,7 +266,7 @@ def test_the_schedule_has_every_collective_once_with_its_bytes(compiled):
 
 
 def test_the_schedule_adds_up_and_its_names_are_those_of_the_graphs(compiled):
-    schedule, step = compiled.program.schedule, compiled.program.step
+    schedule, step = compiled.program.schedule, compiled.program
     assert schedule.seconds == pytest.approx(max(span.end for span in schedule.spans))
     assert max(schedule.computing, schedule.communicating) <= schedule.seconds * (1 + 1e-9)
     assert schedule.seconds <= schedule.computing + schedule.communicating
@@ -282,7 +282,7 @@ def test_the_schedule_adds_up_and_its_names_are_those_of_the_graphs(compiled):
 
 def with_policies(compiled, **policies):
     program = compiled.program
-    return make_program(program.step, FusionPolicies(**policies), program.profile)
+    return fuse_program(program, FusionPolicies(**policies))
 
 
 def test_overlap_never_predicts_worse_than_other_modes_or_none(compiled):
@@ -403,7 +403,7 @@ def test_weights_are_gathered_one_group_ahead_and_not_all_at_once():
     compiled = planned(**SPLIT)
     fused = with_policies(compiled, allgather=Fusion(FusionMode.SIZE, 1))
     spans = {span.name: span for span in fused.schedule.spans if span.phase == "forward"}
-    graph = fused.step.forward.graph
+    graph = fused.forward.graph
     names = [node.name for node in graph.nodes]
     gathers = [node for node in graph.nodes if node.name in spans and spans[node.name].lane == "communication"]
     gathers = [node for node in gathers if spans[node.name].args["kind"] == "all_gather"]
@@ -425,7 +425,7 @@ def test_a_program_that_is_not_differentiated_has_a_schedule_and_groups_of_weigh
     with pw.auto_parallel_context(comm_fusion={"allgather": {"mode": "size", "config": 100}}):
         found = pw.compile(model, (x,), mesh={"dp": 4}, in_strategy=(("dp", None),), parameter_plan=layouts)
     program = found.program
-    assert program.step.backward is None
+    assert program.backward is None
     gathers = [c for c in program.collectives if c.kind is Kind.ALL_GATHER]
     assert program.schedule.computing > 0
     flops = sum(2 * 1024 * a * b for a, b in itertools.pairwise(WIDTHS))
