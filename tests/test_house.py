@@ -130,6 +130,7 @@ api/ops/test_manual.py                           propagation/manual: flows manua
 api/ops/test_manual.py                           propagation/ops: by_hand
 api/ops/test_manual.py                           propagation/ops/python: manual
 api/ops/test_manual.py                           strategy: place
+api/ops/test_manual.py                           partway/annotations: manual_layouts
 """
 
 

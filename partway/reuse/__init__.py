@@ -17,3 +17,25 @@ has to be fast: a call like the last one costs only comparisons.
     portable.py     state as a digest that other processes can compare
     cache.py        plans and programs on disk
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partway.strategy.basics import at_first_use
+
+if TYPE_CHECKING:
+    from partway.reuse.cache import cache_folder, cache_limit, folder_named
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "cache": "cache_folder cache_limit folder_named",
+        },
+    )
+
+__all__ = [
+    "cache_folder",
+    "cache_limit",
+    "folder_named",
+]
