@@ -47,8 +47,8 @@ from partway.reuse.changing_numbers import Numbers
 from partway.reuse.changing_sizes import CallSizes, Sizes
 from partway.reuse.code_names import Asks
 from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
-from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
+from partway.reuse.kinds import fact
 from partway.reuse.replanning import Signature, note_replanning
 from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched

@@ -250,7 +250,7 @@ def test_attributes_whose_names_are_made_up_may_change(read: Callable[[Any], flo
 
 def test_a_clock_that_is_read_is_said() -> None:
     sharded = pw.shard(lambda x: x + 0 * time.time(), mesh={"x": 2})
-    with pytest.warns(UserWarning, match="reads global time, a clock, whose values cannot be watched"):
+    with pytest.warns(UserWarning, match="reads global time, a clock, whose changes are not noticed"):
         sharded(X)
 
 
@@ -810,7 +810,7 @@ def test_an_array_that_cannot_be_watched_is_said() -> None:
 
     table = np.ones(2**16)
     f = pw.shard(lambda x: x * float(table[0]), mesh={"x": 2})
-    with pytest.warns(UserWarning, match="reads table of .*<lambda>, a ndarray, whose values cannot be watched"):
+    with pytest.warns(UserWarning, match="reads table of .*<lambda>, a ndarray, whose changes are not noticed"):
         f(X)
 
 
