@@ -63,7 +63,7 @@ _NOTHING: Any = object()
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectKind:
     """How a kind of objects is inspected.
 
     inside    the objects inside
@@ -78,7 +78,7 @@ class Kind:
     names: Callable[[Any], Iterable[str]] = lambda _: ()
 
 
-def kind_of(value: Any) -> Kind | None:
+def kind_of(value: Any) -> ObjectKind | None:
     """The row of the type of `value`; None if it has none, and for arrays too large to compare."""
     kind = next((_KINDS[base] for base in type(value).__mro__ if base in _KINDS), None)
     return None if kind is _ARRAY and (value.nbytes > MOST_BYTES or value.dtype.hasobject) else kind
@@ -95,8 +95,8 @@ def unwatched(value: Any) -> str:
     return kind.__name__ if counts or arrays or rare else ""
 
 
-def _wrapped(*names: str) -> Kind:
-    return Kind(lambda value: [getattr(value, name) for name in names])
+def _wrapped(*names: str) -> ObjectKind:
+    return ObjectKind(lambda value: [getattr(value, name) for name in names])
 
 
 def _given_names(value: Any) -> Any:
@@ -108,10 +108,10 @@ def _parts_of_names(value: Any) -> list[str]:
     return [part for text in _given_names(value) if isinstance(text, str) for part in text.split(".")]
 
 
-_BOUND = Kind(lambda value: () if isinstance(value.__self__, ModuleType) else (value.__self__,))
-_GETTER = Kind(_given_names, names=_parts_of_names)
-_ARRAY = Kind(read=lambda value: (value.shape, value.strides, value.dtype.str, value.tobytes()))
-_KINDS: Mapping[type, Kind] = {
+_BOUND = ObjectKind(lambda value: () if isinstance(value.__self__, ModuleType) else (value.__self__,))
+_GETTER = ObjectKind(_given_names, names=_parts_of_names)
+_ARRAY = ObjectKind(read=lambda value: (value.shape, value.strides, value.dtype.str, value.tobytes()))
+_KINDS: Mapping[type, ObjectKind] = {
     functools.partial: _wrapped("func", "args", "keywords"),
     functools.partialmethod: _wrapped("func", "args", "keywords"),
     functools.singledispatchmethod: _wrapped("func", "dispatcher"),
@@ -126,14 +126,14 @@ _KINDS: Mapping[type, Kind] = {
     operator.attrgetter: _GETTER,
     operator.itemgetter: _GETTER,
     operator.methodcaller: _GETTER,
-    weakref.ref: Kind(lambda value: (value(),), lambda value: value()),
-    MappingProxyType: Kind(lambda value: value.values(), dict),
-    contextvars.ContextVar: Kind(lambda value: (value.get(None),), lambda value: value.get(_NOTHING)),
-    random.Random: Kind(read=lambda value: value.getstate(), draws=True),
-    random.SystemRandom: Kind(),
-    np.random.Generator: Kind(read=lambda value: repr(value.bit_generator.state), draws=True),
-    np.random.BitGenerator: Kind(read=lambda value: repr(value.state), draws=True),
-    np.random.RandomState: Kind(read=lambda value: repr(value.get_state()), draws=True),
+    weakref.ref: ObjectKind(lambda value: (value(),), lambda value: value()),
+    MappingProxyType: ObjectKind(lambda value: value.values(), dict),
+    contextvars.ContextVar: ObjectKind(lambda value: (value.get(None),), lambda value: value.get(_NOTHING)),
+    random.Random: ObjectKind(read=lambda value: value.getstate(), draws=True),
+    random.SystemRandom: ObjectKind(),
+    np.random.Generator: ObjectKind(read=lambda value: repr(value.bit_generator.state), draws=True),
+    np.random.BitGenerator: ObjectKind(read=lambda value: repr(value.state), draws=True),
+    np.random.RandomState: ObjectKind(read=lambda value: repr(value.get_state()), draws=True),
     np.ndarray: _ARRAY,
 }
 
