@@ -68,7 +68,6 @@ models/test_second_derivatives.py                propagation/program: derivative
 models/test_second_derivatives.py                runtime/tensors: batched transformed
 models/test_step_overhead.py                     partway/engine: runner
 models/test_step_overhead.py                     kits/measure: contenders
-models/test_changing_sizes.py                    partway/reuse: changing_sizes
 models/test_constraints.py                       partway/annotations: constrain
 models/test_flat_devices.py                      partway/compiler: meshes
 models/test_features.py                          partway/engine: sharded

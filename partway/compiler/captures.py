@@ -28,7 +28,7 @@ from partway.propagation.plan.stored_graph import dump_graph, load_graph
 from partway.propagation.torch_internals import storage_key
 from partway.requests.attached import engine_of
 from partway.reuse.cache import Files, software
-from partway.reuse.changing_sizes import Captured
+from partway.reuse.changing import Captured
 from partway.reuse.code_names import names_in
 from partway.reuse.effects import Effects
 from partway.reuse.guard import modes

@@ -43,8 +43,7 @@ from partway.requests.dtensors import inputs_on, placed_as
 from partway.requests.request import Request
 from partway.requests.shardable import check_inference, check_tensors
 from partway.requests.user_rules import rules, version
-from partway.reuse.changing_numbers import Numbers
-from partway.reuse.changing_sizes import CallSizes, Sizes
+from partway.reuse.changing import CallSizes, Numbers, Sizes
 from partway.reuse.code_names import Asks
 from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
@@ -371,7 +370,7 @@ class Engine:
         sizes = self._sizes.of(call, key, known) if self._sizes is not None and not call.numbers else None
         runner = self._new_course(courses, call, context, sizes=sizes)
         if not runner.compiled.plan.certificate.of_other_sizes:
-            served = (sizes.family is not None, sizes.why_not) if sizes else (False, "")
+            served = (sizes.alike is not None, sizes.why_not) if sizes else (False, "")
             note_replanning(name_of(self.fn), call.names, key, known, self.searched, *served)
             self.searched += 1
         return runner
