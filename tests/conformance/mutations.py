@@ -757,7 +757,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "propagation/capture/rewrites/one_by_one.py",
             (
                 "numbers of other types are other calls",
-                "self.kind = node.target, text,", 'self.kind = node.target, text.replace(".0", ""),',
+                "(node.target, text, tuple(", '(node.target, text.replace(".0", ""), tuple(',
                 "propagation/capture/rewrites/test_one_by_one.py"
                 "::test_calls_of_one_operator_are_of_one_kind_only_where_they_are_written_alike[numbers]",
             ),
