@@ -18,7 +18,7 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -186,6 +186,17 @@ def _leaf_likeness(value: Any) -> Any:
     if issubclass(type(value), Tensor):
         return Tensor, tuple(value.shape), value.dtype, value.requires_grad
     return _leaf(value)
+
+
+def containers_in(value: Any) -> Iterator[Any]:
+    """`value` if it is a container, and the containers in it of any depth, each once."""
+    waiting, known = [value], set[int]()
+    while waiting:
+        current = waiting.pop()
+        if issubclass(type(current), CONTAINERS) and id(current) not in known:
+            known.add(id(current))
+            yield current
+            waiting += elements_of(current)
 
 
 def elements_of(container: Any) -> Any:

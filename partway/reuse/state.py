@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from partway.propagation.capture.hooks.hook_kinds import tracks
 from partway.propagation.graph.structure import Same, name_of
 from partway.propagation.torch_internals import buffers_in, module_hooks, modules_in, version_of
-from partway.reuse.kinds import PLAIN, fact, likeness
+from partway.reuse.kinds import PLAIN, containers_in, fact, likeness
 from partway.reuse.reachable import Reachable
 
 _CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -85,6 +85,10 @@ class State:
         for label, store, key in reached.items:
             fact_of = likeness if label in self.kept else fact
             facts[_numbered(label, places)] = fact_of(store[key])
+        within = {id(one) for _, store, key in reached.items for one in containers_in(store[key])}
+        for label, value in reached.containers:  # those in a partial or in another object that hides its contents
+            if id(value) not in within and value:
+                facts[_numbered(label, places)] = (likeness if label in self.kept else fact)(value)
         for label, _, value_before in self._reads:
             facts[_numbered(label, places)] = value_before
         facts[_VALUES] = _versioned(self.read, self._versions)

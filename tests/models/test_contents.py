@@ -192,6 +192,39 @@ def of_decorated() -> Case:
     return lambda x: scaled(x) + 0, lambda: setattr(one, "k", 3.0)
 
 
+def of_partial(change: Callable[[Any], None]) -> Case:
+    def scaled(given: list[float], x: Tensor, k: float) -> Tensor:
+        return x * given[0] * k
+
+    partial = functools.partial(scaled, [1.0], k=1.0)
+    return lambda x: partial(x) + 0, lambda: change(partial)
+
+
+class Sets:
+    """Has an attribute that is set by code which reads another one."""
+
+    def __init__(self) -> None:
+        self.factor, self.held = 1.0, 0.0
+
+    @property
+    def k(self) -> float:
+        return self.held
+
+    @k.setter
+    def k(self, k: float) -> None:
+        self.held = k * self.factor
+
+
+def of_setter() -> Case:
+    one = Sets()
+
+    def fn(x: Tensor) -> Tensor:
+        one.k = 1.0
+        return x * one.k
+
+    return fn, lambda: setattr(one, "factor", 3.0)
+
+
 def of_tensor(number: Callable[[Tensor], float]) -> Case:
     outside = torch.ones(3, dtype=torch.float64)
     return lambda x: x * number(outside), lambda: outside.fill_(3.0)
@@ -213,6 +246,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "metaclass": of_metaclass,
     "partialmethod": lambda: of_methods("partial"),
     "singledispatchmethod": lambda: of_methods("dispatched"),
+    "property that is set": of_setter,
+    "list in a partial": lambda: of_partial(lambda partial: operator.setitem(partial.args[0], 0, 3.0)),
+    "keyword of a partial": lambda: of_partial(lambda partial: partial.keywords.update(k=3.0)),
     "attribute of a function": of_function,
     "code of a function": of_code,
     "default of a function": of_default,

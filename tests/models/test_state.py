@@ -381,6 +381,18 @@ def test_a_tensor_that_is_carried_on_is_refused() -> None:
         pw.shard(Carries(), mesh={"x": 2})(X)
 
 
+def test_a_tensor_that_is_carried_on_in_a_class_is_refused() -> None:
+    class Carries(nn.Module):
+        state: Any = torch.zeros(8, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            Carries.state = Carries.state + x.sum(0)
+            return x * Carries.state
+
+    with pytest.raises(pw.CaptureError, match=r"Carries keeps a tensor in .*Carries\.state from one call to the next"):
+        pw.shard(Carries(), mesh={"x": 2})(X)
+
+
 class Exchanges(nn.Module):
     def __init__(self) -> None:
         super().__init__()
