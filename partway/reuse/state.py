@@ -152,7 +152,8 @@ def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
         read = dict.fromkeys(f"{label}, a {kind}" for label, kind in state.reached.unwatched)
         warnings.warn(
             f"{name_of(fn)} reads {'; '.join(read)}, whose changes are not noticed: the values are taken once, when a "
-            "call is planned; make it a tensor in a buffer, or an argument",
+            "call is planned, and what is written there is not written again; make it a tensor in a buffer, or an "
+            "argument",
             stacklevel=6,
         )
 
