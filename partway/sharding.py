@@ -25,6 +25,7 @@ from partway.options.context import current, current_algo
 from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
+from partway.propagation.torch_internals import buffers_in, modules_in, parameters_in
 from partway.requests.attached import engine_of, set_engine
 from partway.requests.dtensors import inputs_on, own_dtensors, parameters_on, plain
 from partway.requests.request import Request
@@ -172,8 +173,7 @@ def _shard(fn: Any, request: Request) -> Any:
 
 def _check_names(module: torch.nn.Module) -> None:
     """Raise StrategyError if `module` has attributes of the same names as ours, which its own code would get."""
-    own = vars(module)
-    inside = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}
+    inside = {*vars(module), *modules_in(module), *parameters_in(module), *buffers_in(module)}
     names = [name for name in vars(ShardedModule) if not name.startswith("_")]
     taken = [name for name in names if name in inside or inspect.getattr_static(type(module), name, None) is not None]
     if taken:
