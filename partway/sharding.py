@@ -25,6 +25,7 @@ from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
+from partway.propagation.torch_internals import buffers_in, modules_in, parameters_in
 from partway.requests.dtensors import inputs_on, own_dtensors, parameters_on, plain
 from partway.requests.request import Request, check_target, check_tensors, engine_of, set_engine
 from partway.reuse.courses import values_of
@@ -170,8 +171,7 @@ def _shard(fn: Any, request: Request) -> Any:
 
 def _check_names(module: torch.nn.Module) -> None:
     """Raise StrategyError if `module` has attributes of the same names as ours, which its own code would get."""
-    own = vars(module)
-    inside = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}
+    inside = {*vars(module), *modules_in(module), *parameters_in(module), *buffers_in(module)}
     names = [name for name in vars(ShardedModule) if not name.startswith("_")]
     taken = [name for name in names if name in inside or inspect.getattr_static(type(module), name, None) is not None]
     if taken:
