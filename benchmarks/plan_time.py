@@ -58,7 +58,7 @@ from partway.measure.workloads import ResNet50
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.request import Request
 from partway.strategy import Mesh

@@ -32,7 +32,7 @@ import zoo  # noqa: E402
 from checks import loss_of, whole  # noqa: E402
 
 import partway as pw  # noqa: E402
-from partway.requests.attached import engine_of  # noqa: E402
+from partway.requests.request import engine_of  # noqa: E402
 
 MESH = {"dp": 2, "tp": 2}
 ALONE = 8  # sizes of which each is planned by itself, for comparison

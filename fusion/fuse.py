@@ -24,8 +24,7 @@ from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import returned_by
 from ..propagation.graph.port import Role
-from ..propagation.ops.collectives import convert, convert_group, kind_of
-from ..propagation.ops.kinds import COLLECTIVES, is_gather, payload_bytes
+from ..propagation.ops.collectives import COLLECTIVES, convert, convert_group, is_gather, kind_of, payload_bytes
 from ..propagation.program.program import Program
 from ..propagation.program.schedule import UNHEARD, Unit, Work, play, work_of
 from ..strategy.mesh import Mesh

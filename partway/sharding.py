@@ -25,10 +25,8 @@ from partway.propagation.capture.export.tracing import capturing
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
-from partway.requests.attached import engine_of, set_engine
 from partway.requests.dtensors import inputs_on, own_dtensors, parameters_on, plain
-from partway.requests.request import Request
-from partway.requests.shardable import check_target, check_tensors
+from partway.requests.request import Request, check_target, check_tensors, engine_of, set_engine
 from partway.reuse.courses import values_of
 from partway.strategy import Layout, StrategyError
 

@@ -115,7 +115,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..strategy.basics.afterwards import afterwards
+from ..strategy.basics.blocks import afterwards
 
 _AUTOGRAD = (
     DispatchKey.AutogradCPU,
@@ -215,6 +215,12 @@ def hooks_in(module: torch.nn.Module, kind: str) -> dict[int, Any]:
     """A module's own hooks of a kind such as "forward_pre", by the ids of their handles."""
     hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
     return hooks
+
+
+def stores_of(module: torch.nn.Module, kind: str) -> list[dict[int, Any]]:
+    """The dicts in which a module keeps its hooks of a kind, and their flags."""
+    hooks = hooks_in(module, kind)
+    return [hooks, hook_flags(module, kind)] if kind in ("forward_pre", "forward") else [hooks]
 
 
 def remove_hooks(module: torch.nn.Module, is_unwanted: Callable[[Any], bool]) -> None:

@@ -8,7 +8,7 @@ it, major first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 Span = tuple[int, int]  # from the first element of a dim to the one after the last
@@ -17,20 +17,21 @@ REPEATS = ("reflect", "replicate", "circular")  # how a dim may continue beyond 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A dim of `size` elements that axes of the sizes `axes` cut, major first."""
+    """A dim of `size` elements that axes of the sizes `axes` cut, major first.
+
+    width   the number of elements that each rank holds, with the padding of a short slice
+    spans   the elements of the dim that each rank has, by position; (end, end) for a rank that has none
+    """
 
     size: int
     axes: tuple[int, ...]
+    width: int = field(init=False, repr=False, compare=False)
+    spans: tuple[Span, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def width(self) -> int:
-        """The number of elements that each rank holds, with the padding of a short slice."""
-        return _cut(self)[0]
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The elements of the dim that each rank has, by position; (end, end) for a rank that has none."""
-        return _cut(self)[1]
+    def __post_init__(self) -> None:
+        width, spans = _slices(self.size, self.axes)
+        object.__setattr__(self, "width", width)
+        object.__setattr__(self, "spans", spans)
 
     @property
     def even(self) -> bool:
@@ -72,9 +73,9 @@ def _pieces(span: Span, width: int, count: int) -> list[Span]:
 
 
 @lru_cache(maxsize=4096)
-def _cut(cut: Cut) -> tuple[int, tuple[Span, ...]]:
-    width, spans = cut.size, [(0, cut.size)]
-    for count in cut.axes:
+def _slices(size: int, axes: tuple[int, ...]) -> tuple[int, tuple[Span, ...]]:
+    width, spans = size, [(0, size)]
+    for count in axes:
         width = -(-width // count)
         spans = [piece for span in spans for piece in _pieces(span, width, count)]
     return width, tuple(spans)

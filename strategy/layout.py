@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from .cut import Cut
+from .cut import Cut, Span
 from .errors import StrategyError, shown
 from .mesh import Mesh
 from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Shard, dual
@@ -64,8 +64,7 @@ class Layout:
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split `dim`, major first."""
-        shard = Shard(dim)
-        return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if p == shard)
+        return tuple(self.mesh.axes[i] for i in self._splitting(dim))
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -74,8 +73,11 @@ class Layout:
 
     def cut(self, dim: int, size: int) -> Cut:
         """The cut of `dim`, of `size`; its slices are in the order of the group of all axes that split the dim."""
-        shard = Shard(dim)
-        return Cut(size, tuple(n for n, p in zip(self.mesh.sizes, self.placements, strict=True) if p == shard))
+        return Cut(size, tuple(self.mesh.sizes[i] for i in self._splitting(dim)))
+
+    def _splitting(self, dim: int) -> list[int]:
+        """The positions of the axes that split `dim`."""
+        return [i for i, p in enumerate(self.placements) if isinstance(p, Shard) and p.dim == dim]
 
     def divides(self, shape: tuple[int, ...]) -> bool:
         """Whether every split dim exists in `shape` and is divided evenly."""
@@ -100,7 +102,11 @@ class Layout:
         """The shape of one rank's part of a tensor of global `shape`, the same for all ranks; uneven slices have
         `Cut.width`. Raises StrategyError for a split dim that `shape` lacks."""
         self._check(shape)
-        return tuple(self.cut(dim, size).width for dim, size in enumerate(shape))
+        local = list(shape)
+        for placement, count in zip(self.placements, self.mesh.sizes, strict=True):
+            if isinstance(placement, Shard):
+                local[placement.dim] = -(-local[placement.dim] // count)
+        return tuple(local)
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor whose full parts, one on each rank, have the shape `local`."""
@@ -119,7 +125,7 @@ class Layout:
 
     def dual(self) -> Layout:
         """The layout of the gradient of a value laid out like this."""
-        return layout(self.mesh, tuple(dual(p) for p in self.placements))
+        return layout(self.mesh, tuple(map(dual, self.placements)))
 
     def replaced(self, axis: int, placement: Placement) -> Layout:
         """This layout with another placement on the axis at position `axis`."""
@@ -142,18 +148,23 @@ class Layout:
         return tuple(layout(self.mesh, chosen) for chosen in itertools.product(*choices))
 
     def __str__(self) -> str:
-        return "[" + " ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)) + "]"
+        return "[" + " ".join([f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)]) + "]"
 
 
 @lru_cache(maxsize=65536)
 def _slices(of: Layout, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-    of._check(shape)
-    slices = []
-    for dim, size in enumerate(shape):
-        axes = of.axes_of(dim)
-        position = of.mesh.position(rank, *axes) if axes else 0
-        slices.append(slice(*of.cut(dim, size).spans[position]))
+    slices = [slice(0, size) for size in shape]
+    for dim, axes, spans in _split_dims(of, shape):
+        slices[dim] = slice(*spans[of.mesh.position(rank, *axes)])
     return tuple(slices)
+
+
+@lru_cache(maxsize=65536)
+def _split_dims(of: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, tuple[str, ...], tuple[Span, ...]], ...]:
+    """Each dim that is split, with the axes that split it and the slices of their ranks."""
+    of._check(shape)
+    split = ((dim, of.axes_of(dim)) for dim in range(len(shape)))
+    return tuple((dim, axes, of.cut(dim, shape[dim]).spans) for dim, axes in split if axes)
 
 
 @lru_cache(maxsize=2**20)

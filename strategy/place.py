@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from .basics.blocks import meanwhile, under_way
 from .basics.suggest import did_you_mean, there_are
-from .basics.under_way import meanwhile, under_way
 from .errors import StrategyError, shown
 from .mesh import Mesh
 

@@ -19,6 +19,7 @@ Replicate → Broadcast and Partial → Replicate.)
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -74,6 +75,7 @@ class Partial:
         return "P" if self.reduce == "sum" else f"P{self.reduce}"
 
 
+sharded = functools.lru_cache(maxsize=1024)(Shard)  # the one Shard of a dim, for loops over dims
 Placement = Shard | Replicate | Broadcast | Partial | SliceWindow
 
 REPLICATE = Replicate()
@@ -84,7 +86,7 @@ PARTIAL_MAX = Partial("max")
 
 class Kind(StrEnum):
     """How a conversion is done along its axes. The kinds in `LOCAL` need no other rank; the others are collectives,
-    each with a row in `propagation/ops/kinds.py`."""
+    each with a row in `propagation/ops/collectives.py`."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -161,6 +163,25 @@ def converts(source: Placement, target: Placement) -> bool:
     """Whether a single step turns `source` into `target`: true of all pairs but Partial(max) with a split or with
     addends, and windows with anything but their slices."""
     return _kind(source, target) is not None
+
+
+def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:
+    """The kind of a step in the "forward" or the "backward"; `gradient`: its transpose runs in the backward."""
+    if phase == "forward":
+        return kind(source, target)
+    return kind(*transpose(source, target)) if gradient else Kind.NOTHING
+
+
+@functools.lru_cache(maxsize=1024)
+def steps_between(states: tuple[Placement, ...], gradient: bool) -> tuple[tuple[int, int, tuple[Kind, ...]], ...]:
+    """The single steps from one of `states` to another, each as (from, to, its kinds): that of its forward and, with
+    `gradient`, that of its backward."""
+    phases = ("forward", "backward") if gradient else ("forward",)
+    return tuple(
+        (i, j, tuple(step_kind(source, target, phase, gradient) for phase in phases))
+        for (i, source), (j, target) in itertools.permutations(enumerate(states), 2)
+        if converts(source, target)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,7 +27,6 @@ CHECKOUT = Path(os.environ.get("PARTWAY_CHECKOUT", TESTS.parent))
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
 propagation/plan/test_plan_files.py              propagation/plan: forms
-propagation/minsum/test_eliminate.py             propagation/minsum: found
 api/compiler/test_captures.py                    propagation/plan: stored_graph
 runtime/test_loaded.py                           runtime/ranks: doing
 runtime/test_loaded.py                           runtime: random_state
@@ -39,9 +38,8 @@ api/ops/test_groups.py                           runtime: groups
 runtime/launching/test_security.py               runtime/launching: job
 runtime/tensors/test_replaced.py                 runtime/tensors: tracked
 runtime/ranks/test_watch.py                      runtime/ranks: world
-api/test_bad_input.py                            partway/requests: request shardable
-api/test_bad_input.py                            partway/annotations: argument_names statements
-api/options/test_context.py                      partway/options: algo base fields parallel refusals
+api/test_bad_input.py                            partway/requests: request
+api/options/test_context.py                      partway/options: algo base parallel
 ecosystem/test_one_behaviour.py                  partway/engine: state_dicts
 ecosystem/test_around.py                         runtime/tensors: split_operators
 kits/operator/test_kubernetes_outages.py         kits/operator: lease
@@ -56,7 +54,6 @@ api/compiler/test_graphs_saving.py               propagation/graph: printer
 kits/checking/test_programs.py                   kits/checking: checker matching measured ranks reasons records
 kits/checking/test_reports.py                    kits/checking: report
 api/engine/test_planned.py                       partway/reuse: courses replanning
-api/engine/test_threads.py                       partway/requests: attached
 api/engine/test_threads.py                       partway/engine: engine
 api/engine/test_threads.py                       partway/compiler: planning_lock
 kits/measure/test_bench.py                       kits/measure: workloads
@@ -87,12 +84,10 @@ kits/data/test_web_decode.py                     kits/data: web web_pipeline
 strategy/test_notation.py                        strategy/basics: choice
 test_layers.py                                   strategy/basics: kits
 strategy/test_validate.py                        strategy: errors
-models/test_interrupts.py                        strategy/basics: afterwards
-api/engine/test_threads.py                       strategy/basics: under_way
-models/test_hooks.py                             propagation/capture/hooks: backward_hooks hook_kinds hooks module_hooks
+models/test_interrupts.py                        strategy/basics: blocks
+models/test_hooks.py                             propagation/capture: hooks
 propagation/capture/test_capture.py              propagation/capture/rewrites: cleanup overlap
-propagation/capture/test_capture.py              propagation/capture/export: failures stand_ins tracing
-propagation/capture/test_capture.py              propagation/capture/hooks: resting_hooks
+propagation/capture/test_capture.py              propagation/capture/export: failures tracing
 propagation/capture/test_capture.py              propagation/graph: port
 models/test_courses.py                           propagation/capture/export: questions
 models/test_courses.py                           propagation/graph: question
@@ -300,8 +295,8 @@ also = functools.cache(print)
 
 
 def test_an_object_changes_its_class_in_few_places() -> None:
-    """Where users hold the object already: a module that is sharded, a parameter that is replaced, a DTensor of theirs,
-    a hook of torch.nn.utils."""
+    """Where users hold the object already: a module that is sharded, a parameter that is replaced, a DTensor of
+    theirs."""
     places = [
         module
         for module, path in state.CORE.items()
@@ -310,7 +305,6 @@ def test_an_object_changes_its_class_in_few_places() -> None:
     ]
     assert sorted(places) == [
         "partway/sharding.py",
-        "propagation/capture/hooks/resting_hooks.py",
         "runtime/tensors/replaced.py",
         "runtime/tensors/split_tensor.py",
     ]

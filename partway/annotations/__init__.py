@@ -3,13 +3,12 @@
 The input is `PlanInputs` (the captured graph, the `Request` of a `shard` or `compile`, the options). The output is, for
 a mesh, `Annotations`: the layouts that the search may choose from, by the name of the tensor.
 
-    argument_names    the arguments and results to which the entries of a request belong
     constrain         while a function is captured: marks the tensors that are annotated inside it
     constraint_text   a strategy as text, the form of such a mark in the graph
-    statements        every source (in_strategy, parameter_plan, dataset_strategy, ...) as statements on single tensors
     given             the part of each input that a process is given, by the dataset_strategy
     manual_layouts    the layouts of a manual function's tensors
-    annotate          all statements together: checked on the mesh, and merged into the allowed layouts
+    annotate          all sources (in_strategy, parameter_plan, ...) as statements on single tensors, checked on the
+                      mesh, and merged into the allowed layouts
 
 Problems are collected, and raised as one StrategyError. `strategy/validate.py` checks the strategies themselves.
 """

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from partway.annotations.argument_names import by_argument, check_out_strategy
 from partway.annotations.constraint_text import constraint_text
 from partway.propagation.graph.structure import flatten, flatten_call
 from partway.propagation.ops.collectives import constrain
-from partway.requests.request import Request, requests
+from partway.requests.request import Request, by_argument, check_out_strategy, requests
 from partway.strategy import Problem, raise_problems
-from partway.strategy.basics.afterwards import afterwards
+from partway.strategy.basics.blocks import afterwards
 from partway.strategy.basics.suggest import did_you_mean, there_are
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from partway.annotations.argument_names import by_argument
-from partway.options.fields import DatasetMode, ParallelMode
-from partway.options.parallel import ParallelContext
-from partway.requests.request import Request
+from partway.options.parallel import DatasetMode, ParallelContext, ParallelMode
+from partway.requests.request import Request, by_argument
 from partway.strategy import Mesh, Problem, Replicate, StrategyError, check_dataset_strategy, parse
 from partway.strategy.errors import raise_problems
 from partway.strategy.notation import Form, counts_of, form_of, placements_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from partway.annotations.argument_names import by_argument, check_out_strategy
 from partway.propagation.graph.structure import Call, name_of
+from partway.requests.request import by_argument, check_out_strategy
 from partway.strategy import Layout, Mesh, Problem, check_strategies, raise_problems
 from partway.strategy.notation import Form, form_of
 

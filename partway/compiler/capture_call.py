@@ -29,7 +29,7 @@ from partway.reuse.changing_sizes import CallSizes, Captured
 from partway.reuse.effects import Effects
 from partway.reuse.state import State, warn_of_unwatched
 from partway.strategy import Layout, Mesh
-from partway.strategy.basics.afterwards import afterwards
+from partway.strategy.basics.blocks import afterwards
 from partway.strategy.place import on_mesh
 
 

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from partway.propagation.capture.export.checks import warn_of_updates
-from partway.propagation.capture.export.stand_ins import attributes_of
+from partway.propagation.capture.export.dispatch_modes import attributes_of
+from partway.propagation.capture.export.preparation import warn_of_updates
 from partway.propagation.graph.structure import Call, name_of, state_of
 from partway.propagation.plan.stored import NoFormError
 from partway.propagation.plan.stored_graph import dump_graph, load_graph
 from partway.propagation.torch_internals import storage_key
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.reuse.cache import Files, software
 from partway.reuse.changing_sizes import Captured
 from partway.reuse.code_names import names_in

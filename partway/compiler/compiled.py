@@ -15,8 +15,7 @@ from partway.compiler.passes import Draft, accumulated, differentiated_again, di
 from partway.compiler.planning_lock import planning
 from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import DeviceProfile
-from partway.propagation.graph.graph import Graph
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import Graph, differentiated
 from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import SearchProblem
 from partway.propagation.program.accumulate import Accumulation

@@ -38,8 +38,7 @@ from partway.compiler.suggest_what_fits import InTime, batch_of, least_limit, wh
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.propagation.graph.graph import Graph
-from partway.propagation.graph.queries import without_gradients
+from partway.propagation.graph.graph import Graph, without_gradients
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.alternatives import Alternatives, outcome
 from partway.propagation.plan.plan import Plan

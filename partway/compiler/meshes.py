@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from partway.annotations.annotate import dataset_applies
 from partway.annotations.constraint_text import constraint_of
-from partway.annotations.statements import dataset_applies
-from partway.options.fields import ParallelMode
+from partway.options.parallel import ParallelMode
 from partway.propagation.ops.collectives import constrain
 from partway.propagation.ops.python.manual import call_manual, manual_of
 from partway.requests.plan_inputs import PlanInputs

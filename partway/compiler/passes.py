@@ -24,12 +24,11 @@ from partway.fusion.by_size import AUTO_MB
 from partway.fusion.fuse import fuse_program
 from partway.fusion.members import MB
 from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
-from partway.options.fields import ParallelMode
-from partway.propagation.capture.hooks.resting_hooks import none_of_all_modules
+from partway.options.parallel import ParallelMode
+from partway.propagation.capture.hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import DeviceProfile
-from partway.propagation.graph.graph import verify
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated, verify
 from partway.propagation.plan.make import make_plan
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import follow, replay
@@ -48,7 +47,7 @@ from partway.propagation.search.solution import Solution, verify_solution
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.planning_log import stage
 from partway.strategy import Mesh, StrategyError
-from partway.strategy.basics.afterwards import uncollected
+from partway.strategy.basics.blocks import uncollected
 
 RESERVED = 0.06  # of a device's memory: for the driver, communication buffers and the allocator's gaps
 GROUP_SHARE = 0.01  # of a memory limit: the largest group of collectives by itself

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from threading import RLock, get_ident
 
 from partway.propagation.torch_internals import without_dispatch_modes
-from partway.strategy.basics.afterwards import afterwards
+from partway.strategy.basics.blocks import afterwards
 
 _PAUSE = 0.0005  # seconds
 _LONG = 60.0  # seconds that a planner waits for the calls of other threads before it warns

@@ -15,8 +15,8 @@ import torch
 
 from partway.compiler.passes import SEARCHING, Around, Draft, applied, differentiated_program, fused, lowered, run
 from partway.propagation.cost.conversion import Floats
-from partway.propagation.graph.origins import computed_again, operator_of
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated
+from partway.propagation.graph.nodes import computed_again, operator_of
 from partway.propagation.plan.data import Memory
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program

@@ -30,17 +30,14 @@ from partway.engine.materialize import Init, PartInitialiser, check_materialized
 from partway.engine.placing import FirstCall, Placing, placing
 from partway.engine.runner import Runner
 from partway.options.context import current, current_algo
-from partway.options.fields import ParallelMode
-from partway.options.parallel import ParallelContext
-from partway.propagation.capture.export.stand_ins import attributes_of
+from partway.options.parallel import ParallelContext, ParallelMode
+from partway.propagation.capture.export.dispatch_modes import attributes_of
 from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import in_transform
-from partway.requests.attached import ATTRIBUTE, engine_of
 from partway.requests.dtensors import inputs_on, placed_as
-from partway.requests.request import Request
-from partway.requests.shardable import check_inference, check_tensors
+from partway.requests.request import ATTRIBUTE, Request, check_inference, check_tensors, engine_of
 from partway.requests.user_rules import rules, version
 from partway.reuse.changing_numbers import Numbers
 from partway.reuse.changing_sizes import CallSizes, Sizes
@@ -53,7 +50,7 @@ from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched
 from partway.runtime.torch_internals import forward_level
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
-from partway.strategy.basics.under_way import meanwhile, under_way
+from partway.strategy.basics.blocks import meanwhile, under_way
 from partway.strategy.errors import DoesNotFitError
 
 _log = logging.getLogger("partway")

@@ -17,8 +17,8 @@ from partway.compiler.compiled import Compiled
 from partway.compiler.planning_lock import planning
 from partway.engine.placing import Change, Placing
 from partway.propagation.capture.rewrites.overlap import MemoryRanges, shared
+from partway.propagation.graph.graph import may_return
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.program import Program

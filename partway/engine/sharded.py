@@ -17,15 +17,15 @@ from partway.compiler.planning_lock import begin_call, calls
 from partway.engine.engine import attached_engine, is_transformed_call, stands_alone, uncompiled
 from partway.engine.materialize import Init
 from partway.options.context import current
-from partway.propagation.capture.hooks.resting_hooks import rest_outside
+from partway.propagation.capture.hooks import rest_outside
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
 from partway.propagation.torch_internals import COMPILED_CALL, compiled_call_of, forward_pre_hooks_in
-from partway.requests.attached import set_engine
+from partway.requests.request import set_engine
 from partway.runtime.launching.process import get_rank, launched
 from partway.strategy import RuntimeStateError
-from partway.strategy.basics.afterwards import afterwards
+from partway.strategy.basics.blocks import afterwards
 from partway.strategy.basics.kits import Door
 
 _log = logging.getLogger("partway")

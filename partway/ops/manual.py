@@ -20,8 +20,7 @@ from partway.propagation.manual.manual import Crossing, TracedManual
 from partway.propagation.ops.python.manual import call_manual, keep
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
-from partway.requests.request import Request
-from partway.requests.shardable import check_target
+from partway.requests.request import Request, check_target
 from partway.strategy import (
     Layout,
     Mesh,

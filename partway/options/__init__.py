@@ -3,11 +3,9 @@
 The input is keyword arguments of `set_auto_parallel_context` and similar functions. The output is frozen values, each
 validated once, or one ContextError that lists all problems.
 
-    parallel     `ParallelContext`, the options of the parallel context, and those inside its options
+    parallel     `ParallelContext`, the options of the parallel context, those inside its options, and closed choices
     algo         `AlgoParameters`, the options of the strategy search
-    fields       the closed choices, and the types of fields that pydantic does not have
     base         the base class of all options
-    refusals     from pydantic's errors to one error in the user's words
     typed        the options as type checkers and `help` see them
 
 The functions that users call, and the two values in force, are in `partway.options.context`.

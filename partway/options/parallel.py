@@ -1,4 +1,8 @@
-"""The options of the parallel context. A field's `description` says what it accepts, where its type does not."""
+"""The options of the parallel context. A field's `description` says what it accepts, where its type does not.
+
+The args of a validator's ValueError are its problems; for a ValueError without args, the error says what the field
+accepts.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,71 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, field_serializer, field_validator, model_validator
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.fusion.by_index import problems as index_problems
 from partway.options.base import FrozenOptions
-from partway.options.fields import (
-    AUTO,
-    FUSION_OPTION,
-    DatasetMode,
-    DatasetStrategy,
-    ParallelMode,
-    Positions,
-    as_option,
-    fusion_of,
-)
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.problem.problem import Fallback
 from partway.propagation.search.search import SearchMode
 from partway.runtime.code.loaded_graph import Backend
+from partway.strategy.basics.choice import Choice
 from partway.strategy.errors import StrategyError
+from partway.strategy.validate import check_dataset_form
+
+# -- Closed choices, equal to the strings that users write and printed like them, and the types of fields
+
+
+class ParallelMode(Choice):
+    """Who chooses strategies: nobody, the batch alone is split, or the search."""
+
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+
+
+class DatasetMode(Choice):
+    """How inputs without a strategy are split."""
+
+    DATA_PARALLEL = "data_parallel"
+    FULL_BATCH = "full_batch"
+
+
+def _positions(value: object) -> object:
+    """A list of the positions at which groups of collectives end, as a tuple; any other value as it is."""
+    if problems := index_problems(value) if value is not None else []:
+        raise ValueError(*problems)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def fusion_of(collective: str) -> PlainValidator:
+    """A validator that reads the option of a collective; the fusion policy checks it."""
+
+    def read(value: object) -> Fusion | None:
+        return value if value is None or isinstance(value, Fusion) else Fusion.from_option(value, collective)
+
+    return PlainValidator(read)
+
+
+def _dataset_strategy(value: object) -> object:
+    check_dataset_form(value)
+    return DatasetMode(value) if isinstance(value, str) else value
+
+
+_as_list = PlainSerializer(lambda value: list(value) if isinstance(value, tuple) else value)
+as_option = PlainSerializer(lambda value: value and value.option)
+
+FUSION_OPTION = 'None or a dict such as {"mode": "size", "config": 32}'
+AUTO = Fusion(FusionMode.AUTO)
+
+Positions = Annotated[tuple[int, ...] | None, PlainValidator(_positions), _as_list]
+DatasetStrategy = Annotated[DatasetMode | tuple[tuple[int, ...], ...], PlainValidator(_dataset_strategy)]
+
+
+# -- The options
 
 
 class CommFusion(FrozenOptions):

@@ -1,8 +1,6 @@
 """The checked requests of users: the arguments of `shard` and `compile`, DTensors, rules of operators.
 
-request.py          the arguments of one `shard` or `compile`
-shardable.py        checks that functions, modules and arguments can be split at all
-attached.py         the engine that `shard` attaches to a module
+request.py          the arguments of one `shard` or `compile`, the tensors that they name, and what can be split
 dtensors.py         DTensors as annotations
 user_rules.py       `partway.rule`
 plan_inputs.py      all inputs of a plan
@@ -16,20 +14,16 @@ from typing import TYPE_CHECKING
 from partway.strategy.basics import at_first_use
 
 if TYPE_CHECKING:
-    from partway.requests.attached import engine_of
     from partway.requests.dtensors import is_dtensor, layout_now, whole
     from partway.requests.planning_log import level_asked
-    from partway.requests.request import Request, given_mesh
-    from partway.requests.shardable import check_target
+    from partway.requests.request import Request, check_target, engine_of, given_mesh
 else:
     __getattr__ = at_first_use(
         __name__,
         {
-            "attached": "engine_of",
             "dtensors": "is_dtensor layout_now whole",
             "planning_log": "level_asked",
-            "request": "Request given_mesh",
-            "shardable": "check_target",
+            "request": "Request check_target engine_of given_mesh",
         },
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from partway.propagation.graph.structure import Call
 from partway.propagation.torch_internals import remove_hooks, tree_map
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.runtime.tensors.tracked import TRACKED
 from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
 from partway.strategy.placement import REPLICATE

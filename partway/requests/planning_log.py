@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from partway.propagation.minsum.progress import listening
 from partway.runtime.launching.process import get_rank
 from partway.strategy import ContextError
-from partway.strategy.basics.under_way import meanwhile, under_way
+from partway.strategy.basics.blocks import listening, meanwhile, under_way
 
 PATIENCE = 2.0  # seconds until the live line appears
 WIDEST = 10.0  # wider gaps are not shown

@@ -1,18 +1,23 @@
-"""The arguments of one `shard` or `compile`, checked when they are given."""
+"""The arguments of one `shard` or `compile`, checked when they are given: whether the function, the module and the
+tensors of calls can be split at all, and whether the module has an engine already."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from partway.propagation.graph.structure import Call, name_of, optional_names, place_names
 from partway.propagation.plan.plan import Plan
-from partway.requests.attached import engine_of
+from partway.propagation.torch_internals import is_transformed
 from partway.strategy import Mesh, Problem, StrategyError, form_problems, is_one_strategy
+from partway.strategy.basics.suggest import either, nearest
 from partway.strategy.errors import raise_problems, shown
 from partway.strategy.notation import counted
 
@@ -202,3 +207,138 @@ def requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
             if engine is not None and engine.request is not request:
                 yield f"{path}." if path else "", engine.request
     yield "", request
+
+
+# -- The engine that `shard` attaches to a module: the only place that knows where it is kept. It is in the module's
+# `__dict__`, so that pickling and copying a module takes it along. Engines are made in `engine.py`, which imports
+# modules that look for engines here
+
+ATTRIBUTE = "_partway"
+
+
+class Attached(Protocol):
+    """The interface of an engine for modules below it: its Request, and the parameters that were DTensors before."""
+
+    @property
+    def request(self) -> Any:
+        """The Request of the module."""
+        ...
+
+    @property
+    def own_dtensors(self) -> frozenset[str]:
+        """The names of its parameters that were DTensors before it was sharded."""
+        ...
+
+
+def engine_of(value: Any) -> Attached | None:
+    """The engine of `value` if it is a sharded module; else None."""
+    return value.__dict__.get(ATTRIBUTE) if isinstance(value, nn.Module) else None
+
+
+def set_engine(module: nn.Module, engine: Attached) -> None:
+    """Let `engine` run the calls of `module`."""
+    module.__dict__[ATTRIBUTE] = engine
+
+
+# -- What can be split at all
+
+_LATER: dict[str, Callable[[Any], bool]] = {
+    "a generator": inspect.isgeneratorfunction,
+    "asynchronous": lambda fn: inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
+}
+
+
+def check_target(call: str, fn: Any) -> None:
+    """Raise StrategyError unless `fn` is a function or a module that `call` (shard or compile) can take."""
+    if isinstance(fn, torch.jit.ScriptModule):
+        raise StrategyError(f"{call} takes an eager module, not a scripted one; give it the module that was scripted")
+    if isinstance(fn, torch.nn.Module) and isinstance(getattr(fn, "_orig_mod", None), torch.nn.Module):
+        raise StrategyError(
+            f"{call} takes a module before torch.compile, which only calls it; write torch.compile({call}(module)), or "
+            "set_auto_parallel_context(backend='inductor'), which compiles what each rank runs"
+        )
+    if call == "shard" and isinstance(fn, torch.nn.Module) and "forward" in vars(fn):
+        kind = type(fn).__name__
+        raise StrategyError(
+            f"the object of {kind} has a forward of its own (model.forward = ...), which would run in place of a plan; "
+            f"write it as the forward of a class derived from {kind}, or assign it after shard"
+        )
+    if isinstance(fn, torch.nn.Module) and any(map(torch.nn.parameter.is_lazy, fn.parameters())):
+        raise StrategyError(f"{type(fn).__name__} has parameters without a shape yet; call it once before {call}")
+    if isinstance(fn, type):
+        raise StrategyError(f"{call} takes an nn.Module object, not the class {fn.__name__}; write {fn.__name__}(...)")
+    body = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    for kind, is_one in _LATER.items():
+        if is_one(body):
+            raise StrategyError(
+                f"{call} takes a function whose call computes its result, and {name_of(fn)} is {kind}, which computes "
+                "when it is asked for one; shard what it calls"
+            )
+    if not callable(fn) or getattr(type(fn), "forward", None) is torch.nn.Module.forward:
+        text = type(fn).__name__ if isinstance(fn, torch.Tensor | torch.nn.Module) else shown(fn)
+        raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
+
+
+def check_inference(fn: Any, call: Call) -> None:
+    """Raise StrategyError if a tensor of `call` requires a gradient; plans of `fn` have no backward."""
+    asking = (name for name, tensor in zip(call.names, call.tensors, strict=True) if tensor.requires_grad)
+    raise_problems(
+        f"{name_of(fn)} was sharded with inference=True, which gives no gradient:",
+        [Problem(f"input {name!r}", "requires one", "detach it, or call under torch.no_grad()") for name in asking],
+    )
+
+
+_TRANSFORMED = (
+    "is inside a transform of torch.func (vmap, grad, jvp, ...)",
+    "plan outside of it; a sharded function may be called inside",
+)
+
+
+def check_tensors(call: Call, device: str | None) -> None:
+    """Raise StrategyError unless every tensor can be split and is on a device of type `device` (None: any)."""
+    problems = []
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        where = f"input {name!r}"
+        if is_transformed(tensor):
+            problems.append(Problem(where, *_TRANSFORMED))
+        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+            problems.append(Problem(where, f"is a {kind} tensor", "give a dense one, as with .to_dense()"))
+        elif device is not None and tensor.device.type not in (device, "meta"):
+            what = f"is on {tensor.device}, and device={device!r} was asked for"
+            problems.append(Problem(where, what, f"move it with .to({device!r})"))
+    raise_problems("the tensors of the call cannot be split:", problems)
+
+
+# -- The arguments and results of a call to which the entries of a request belong
+
+
+def by_argument(fn: Any, strategies: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """The strategy of each argument by name. `present`: the arguments with tensors in a call; an argument that is None
+    by default may be missing (labels, in evaluation), and its strategy is then ignored."""
+    if strategies is None:
+        return {}
+    if isinstance(strategies, Mapping):
+        by_name = dict(strategies)
+    else:
+        places = place_names(fn, len(strategies))
+        if len(strategies) > len(places):
+            what = f"has {counted(len(strategies), 'entry', 'entries')} for {counted(len(places), 'argument')}"
+            listed = f" ({', '.join(places)})" if places else ""
+            problems.append(Problem("in_strategy", what + listed, "write one entry per argument, in order"))
+        by_name = dict(zip(places, strategies, strict=False))
+    known = place_names(fn, len(by_name) + 64)
+    for name, strategy in by_name.items():
+        if strategy is not None and name not in present and name not in optional_names(fn):
+            what = "the call passes no tensor for it" if name in known else "there is no such argument"
+            others = nearest(name, present) or present
+            fix = f"annotate {either(map(repr, others))}" if others else "the call passes no tensors at all"
+            problems.append(Problem(f"in_strategy[{name!r}]", what, fix))
+    return by_name
+
+
+def check_out_strategy(strategies: Sequence[Any] | None, results: int, problems: list[Problem]) -> None:
+    """Add a problem if an out_strategy has more entries than there are output tensors (`results`)."""
+    if strategies is not None and len(strategies) > results:
+        what = f"has {counted(len(strategies), 'entry', 'entries')} for {counted(results, 'output tensor')}"
+        problems.append(Problem("out_strategy", what, "write one entry per output tensor, in order"))

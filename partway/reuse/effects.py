@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from partway.propagation.capture.hooks.module_hooks import Noted
+from partway.propagation.capture.hooks import Noted
 from partway.propagation.graph.structure import flatten, name_of
 from partway.reuse.snapshot import Snapshot, Write
 from partway.reuse.state import State

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partway.options.context import current_algo
 from partway.options.parallel import ParallelContext
-from partway.propagation.capture.export.stand_ins import attributes_of
+from partway.propagation.capture.export.dispatch_modes import attributes_of
 from partway.propagation.graph.structure import Path, Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, parameters_in

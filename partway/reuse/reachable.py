@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partway.propagation.capture.hooks.hook_kinds import tracks
+from partway.propagation.capture.hooks import tracks
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.torch_internals import COMPILED_CALL, module_hooks
-from partway.requests.attached import ATTRIBUTE
+from partway.requests.request import ATTRIBUTE
 from partway.reuse.code_names import Asks, Names, names_in
 from partway.reuse.contents import contents_of, is_unwatched
 from partway.reuse.facts import CONTAINERS, OPEN_TYPES, PLAIN

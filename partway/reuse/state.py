@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partway.propagation.capture.hooks.hook_kinds import tracks
+from partway.propagation.capture.hooks import tracks
 from partway.propagation.graph.structure import Same, name_of
 from partway.propagation.torch_internals import buffers_in, module_hooks, modules_in, version_of
 from partway.reuse.facts import PLAIN, fact, likeness

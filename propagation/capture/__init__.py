@@ -3,12 +3,11 @@
 The input is a callable, its arguments and, if it may ask for them, the values of its tensors. The output is a verified
 Graph, or a CaptureError that names the caller's line. Start with capture.py, which lists the passes.
 
-    capture.py          the passes
+    capture.py          the passes, and the inputs and outputs of a graph
     any_size.py         one capture for all sizes of some dims, and its graph at each; counted.py: for all integers
-    ports.py            the inputs and outputs of a graph
+    hooks.py            hooks of tensors and modules, as operators
     initialisers.py     the graph that initialises a module's tensors
     export/             one call through torch.export
     rewrites/           operators rewritten in terms of others
-    hooks/              hooks of tensors and modules
     manual/             functions that a person wrote for one rank
 """

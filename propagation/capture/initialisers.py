@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...strategy.basics.afterwards import afterwards
+from ...strategy.basics.blocks import afterwards
 from ..graph.graph import Graph, verify
 from ..graph.port import Port, Role
 from ..graph.structure import flatten
 from ..ops.random_numbers import RandomNumbers
-from ..rules.expand import expand
+from ..rules.table import expand
 from ..torch_internals import FakeTensorMode, buffers_in, make_fx, parameters_in
 from .rewrites.cleanup import prune
 

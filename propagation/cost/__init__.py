@@ -11,8 +11,7 @@ conversion.py    `ConversionTable`: the cost of every conversion between two lay
 
 from __future__ import annotations
 
-from .cost import steps
-from .operators import kind_of_call, name_of_call
+from .cost import kind_of_call, name_of_call, steps
 from .profile import ALONE, ByKind, DeviceProfile, NetworkLevel, PeakRates, Sources, Together, profile_of
 from .rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
 

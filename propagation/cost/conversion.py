@@ -9,10 +9,9 @@ are a shortest-path problem on the grid of layouts; `ConversionTable` relaxes it
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,21 @@ from numpy.typing import NDArray
 from ...strategy.cut import Cut
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
-from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
-from ..ops.kinds import COLLECTIVES, share
-from .cost import Weights, collective_cost
+from ...strategy.placement import (
+    BROADCAST,
+    PARTIAL,
+    PARTIAL_MAX,
+    REPLICATE,
+    Kind,
+    Placement,
+    Shard,
+    kind,
+    sharded,
+    step_kind,
+    steps_between,
+)
+from ..ops.collectives import COLLECTIVES, shares_of
+from .cost import Weights, collective_costs
 from .profile import DeviceProfile
 
 Floats = NDArray[np.float64]
@@ -30,6 +41,7 @@ Codes = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
 _SLACK = 1 / 8  # the share of padding allowed in layouts that ranks store permanently, unless annotated
+_PARTIAL: dict[str | None, tuple[Placement, ...]] = {None: (), "sum": (PARTIAL,), "max": (PARTIAL_MAX,)}
 _STEP = 1e-13  # seconds: among chains of equal cost the shorter wins, and no chain has a cycle
 
 
@@ -92,8 +104,13 @@ class ConversionTable:
     @cached_property
     def states(self) -> tuple[Placement, ...]:
         """The placements that one axis may have, splits first; a layout has one of them on each axis."""
-        dims = [Shard(d) for d, size in enumerate(self.shape) if size > 1]
-        return (*dims, REPLICATE, BROADCAST, *([Partial(self.partial)] if self.partial else []))
+        dims = (sharded(dim) for dim in self._dims)
+        return (*dims, REPLICATE, BROADCAST, *_PARTIAL[self.partial])
+
+    @property
+    def _dims(self) -> list[int]:
+        """The dims that may be split: those of the first states."""
+        return [dim for dim, size in enumerate(self.shape) if size > 1]
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -112,10 +129,13 @@ class ConversionTable:
 
     def parts(self, dim: int) -> Codes:
         """The number of parts that `dim` is split into, for every code."""
-        shard = Shard(dim)
-        if shard not in self.states:
-            return np.ones(len(self.digits), dtype=np.intp)
-        parts: Codes = np.where(self.digits == self.states.index(shard), self.mesh.sizes, 1).prod(axis=1)
+        return self._parts[dim]
+
+    @cached_property
+    def _parts(self) -> list[Codes]:
+        parts = [np.ones(len(self.digits), dtype=np.intp) for _ in self.shape]
+        for state, dim in enumerate(self._dims):
+            parts[dim] = np.where(self.digits == state, self.mesh.sizes, 1).prod(axis=1)
         return parts
 
     @cached_property
@@ -160,7 +180,7 @@ class ConversionTable:
 
     @property
     def _splits(self) -> int:
-        return sum(isinstance(p, Shard) for p in self.states)
+        return len(self._dims)
 
     def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
         """The kinds of a step in the "forward" or the "backward"."""
@@ -247,18 +267,18 @@ class ConversionTable:
     @cached_property
     def _moves(self) -> tuple[_Move, ...]:
         axes = [i for i, axis in enumerate(self.mesh.axes) if axis not in self.tied]
-        return tuple(
-            self._move(chosen) for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)
+        sets = [chosen for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)]
+        names = tuple(tuple(self.mesh.axes[a] for a in chosen) for chosen in sets)
+        coefficients = _coefficients(
+            self.states, self.gradient, self.stay_split, self.again, self.mesh, names, self.profile, self.weights
         )
+        return tuple(map(self._move, sets, coefficients))
 
-    def _move(self, axes: tuple[int, ...]) -> _Move:
+    def _move(self, axes: tuple[int, ...], coefficients: tuple[Floats, Floats]) -> _Move:
         codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
         digits = self.digits[codes[0]][:, others]
         whole = self.held[codes[self.states.index(REPLICATE)]]  # bytes if none of these axes splits it
-        names = tuple(self.mesh.axes[a] for a in axes)
-        fixed, linear = _coefficients(
-            self.states, self.gradient, self.stay_split, self.again, self.mesh, names, self.profile, self.weights
-        )
+        fixed, linear = coefficients
         cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim blocks adding or removing a split
         later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
@@ -315,13 +335,6 @@ def with_cuts(step: ConversionStep, before: Layout, shape: tuple[int, ...]) -> C
     return replace(step, source=cut(step.source, before), target=cut(step.target, step.after))
 
 
-def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:
-    """The kind of a step in the "forward" or the "backward"; `gradient`: its transpose runs in the backward."""
-    if phase == "forward":
-        return kind(source, target)
-    return kind(*transpose(source, target)) if gradient else Kind.NOTHING
-
-
 @lru_cache(maxsize=1024)
 def digits_of(states: int, axes: int) -> Codes:
     """The state of each of `axes` axes, for every code."""
@@ -330,7 +343,7 @@ def digits_of(states: int, axes: int) -> Codes:
 
 @lru_cache(maxsize=1024)
 def _layouts(mesh: Mesh, states: tuple[Placement, ...]) -> tuple[Layout, ...]:
-    return tuple(layout(mesh, p) for p in itertools.product(states, repeat=len(mesh.axes)))
+    return tuple(map(partial(layout, mesh), itertools.product(states, repeat=len(mesh.axes))))
 
 
 @lru_cache(maxsize=1024)
@@ -355,41 +368,42 @@ def _coefficients(
     stay_split: bool,
     again: bool,
     mesh: Mesh,
-    axes: tuple[str, ...],
+    sets: tuple[tuple[str, ...], ...],
     profile: DeviceProfile,
     weights: Weights,
-) -> tuple[Floats, Floats]:
-    """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Steps over several axes
-    all communicate: local steps cost the same one axis at a time."""
-    size = math.prod(mesh.size(axis) for axis in axes)
-
-    @cache
-    def communicating(way: Kind) -> tuple[float, float]:
-        seconds, per_byte = collective_cost(way, mesh, axes, profile)
-        return weights.latency * seconds, weights.wire * share(way, size) * per_byte
-
-    fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
-    np.fill_diagonal(fixed, 0.0)
-    for (i, source), (j, target) in itertools.permutations(enumerate(states), 2):
-        if not converts(source, target):
-            continue
-        ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
-        ways += [ways[0]] if again else []
-        if len(axes) > 1 and not any(way.communicates for way in ways):
-            continue
+) -> tuple[tuple[Floats, Floats], ...]:
+    """For each set of axes `fixed` and `linear`: a step over them costs `fixed + linear * bytes of the value, whole
+    along these axes`. Steps over several axes all communicate: local steps cost the same one axis at a time."""
+    steps = []
+    for i, j, ways in steps_between(states, gradient):
         if stay_split and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
             continue
         if stay_split and ways[0] is Kind.PAD:  # padding and summing amounts to a gather
             continue
-        fixed[i, j] = _STEP
-        for way in ways:
-            if way.communicates:
-                seconds, per_byte = communicating(way)
+        steps.append((i, j, (*ways, ways[0]) if again else ways))
+    collectives = {way for _, _, ways in steps for way in ways if way.communicates}
+    local = dict.fromkeys((Kind.PAD, Kind.KEEP), (0.0, weights.compute / profile.memory_bandwidth))
+    sizes = [mesh.size(*axes) for axes in sets]
+    every = [collective_costs(mesh, axes, profile) for axes in sets]
+    payloads = [shares_of(collectives, size) for size in sizes]
+    coefficients = []
+    for axes, costs, shares in zip(sets, every, payloads, strict=True):
+        sent = {
+            way: (weights.latency * costs[way][0], weights.wire * part * costs[way][1]) for way, part in shares.items()
+        }
+        prices = local | sent
+        fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
+        np.fill_diagonal(fixed, 0.0)
+        for i, j, ways in steps:
+            if len(axes) > 1 and not any(way in sent for way in ways):
+                continue
+            fixed[i, j] = _STEP
+            for way in ways:
+                seconds, per_byte = prices.get(way, (0.0, 0.0))
                 fixed[i, j] += seconds
                 linear[i, j] += per_byte
-            elif way in (Kind.PAD, Kind.KEEP):
-                linear[i, j] += weights.compute / profile.memory_bandwidth
-    return fixed, linear
+        coefficients.append((fixed, linear))
+    return tuple(coefficients)
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 A collective takes `launch + steps * latency + wire / bandwidth`, with `wire` the bytes that one of n ranks sends in a
 ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The table of kinds
-(`propagation/ops/kinds.py`) has the bytes and the steps of each.
+(`propagation/ops/collectives.py`) has the bytes and the steps of each.
 
 A group with n ranks in each of m nodes runs in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
 
@@ -27,20 +27,24 @@ not a minimum: with a minimum, splitting small work would seem to gain nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import fx
 
 from ...strategy.errors import StrategyError
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind
-from ..ops.kinds import COLLECTIVES, figures_of
+from ..graph.nodes import argument, is_pointwise, is_view, source_of, tensor_of
+from ..ops.collectives import COLLECTIVES, figures_of
 from .profile import DeviceProfile, NetworkLevel
-from .rates import Rates
+from .rates import OTHER, POINTWISE, VIEW, OperatorRates, Rates
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
 BACKWARD_FACTOR = 2.0
@@ -89,9 +93,15 @@ def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, 
     return waiting + per_byte * payload
 
 
-@lru_cache(maxsize=4096)
 def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[float, float]:
-    """The seconds of a collective over the group that `axes` span, and the seconds per byte of payload.
+    """The seconds of a collective over the group that `axes` span, and the seconds per byte of payload; a local kind
+    takes none. Raises as `collective_costs`."""
+    return collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
+
+
+@lru_cache(maxsize=4096)
+def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> Mapping[Kind, tuple[float, float]]:
+    """As `collective_cost`, of each kind of collective.
 
     All groups along `axes` run at once, and the slowest counts. Raises StrategyError for an axis that the mesh lacks,
     and for a mesh with more devices than the network of the profile joins.
@@ -103,17 +113,20 @@ def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: Devi
             f"{joined} (levels[{len(profile.levels) - 1}], {profile.levels[-1].name}); use a mesh of at most {joined}, "
             "or a profile with one more level"
         )
-    if not kind.communicates:
-        return 0.0, 0.0
-    waiting, per_byte, share, launch = 0.0, 0.0, 1.0, 0.0
+    waiting, per_byte, share = (dict.fromkeys(COLLECTIVES, start) for start in (0.0, 0.0, 1.0))
+    launch = 0.0
     sizes = ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
     for level, size in zip(profile.levels, sizes, strict=True):
         if size > 1:
             launch = level.launch  # of the outermost level: the phases are a single call
-            waiting += steps(kind, size) * level.latency.of(kind)
-            per_byte = max(per_byte, share * wire_bytes(kind, 1, size) / _bandwidth(level, kind, size))
-            share /= size if COLLECTIVES[kind].narrows else 1
-    return launch + waiting, per_byte
+            messages = {kind: row.steps(size) for kind, row in COLLECTIVES.items()}
+            sent = {kind: row.wire(1, size) for kind, row in COLLECTIVES.items()}
+            bandwidths = {kind: _bandwidth(level, kind, size) for kind in COLLECTIVES}
+            for kind, row in COLLECTIVES.items():
+                waiting[kind] += messages[kind] * level.latency.of(kind)
+                per_byte[kind] = max(per_byte[kind], share[kind] * sent[kind] / bandwidths[kind])
+                share[kind] /= size if row.narrows else 1
+    return {kind: (launch + waiting[kind], per_byte[kind]) for kind in COLLECTIVES}
 
 
 @lru_cache(maxsize=4096)
@@ -147,10 +160,10 @@ def _evenly(units: np.ndarray) -> int:
 
 def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
     """The bytes/s that one of `size` ranks sends, interpolated by log(size) in a table and constant beyond its ends."""
-    kind = figures_of(kind)
     figure = level.bandwidth.of(kind)
     if not isinstance(figure, tuple):
         return figure
+    kind = figures_of(kind)
     sizes = [math.log(measured) for measured, _ in figure]
     return float(np.interp(math.log(size), sizes, [rate * wire_bytes(kind, 1, n) for n, rate in figure]))
 
@@ -173,3 +186,66 @@ def operator_seconds(
     least = np.maximum(computing, np.maximum(moved - CACHED, 0.0) / profile.memory_bandwidth)
     seconds: NDArray[np.float64] = np.maximum(rates.seconds(np.asarray(flops) * slower, moved, written), least)
     return seconds
+
+
+# -- The choice of a profile's rates for a call
+
+_aten = torch.ops.aten
+_WEIGHT: Mapping[Any, int] = {_aten.convolution.default: 1, _aten.convolution_backward.default: 2}  # its place
+# Operators with the rates of another one: PyTorch's BatchNorm has those of our operator that calls it for each part.
+_SAME: Mapping[str, str] = {
+    "aten._native_batch_norm_legit_functional.default": "partway.part_norm.default",
+    "aten.native_batch_norm_backward.default": "partway.part_norm_backward.default",
+}
+_SECOND: Mapping[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1}  # of a product
+LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.index_select.default, _aten.gather.default)
+FEW = 8  # input channels of a convolution: with fewer its kernel does not fill the vectors
+PLANE = 16  # pixels of an image that a kernel for 1x1 convolutions processes at once
+ALIGNED = 8  # columns of a product: unless a multiple of these, its rows are not aligned
+
+Shape = Callable[[fx.Node], Sequence[int]]
+
+
+def kind_of_call(node: fx.Node) -> str:
+    """The kind whose rates a call takes if its operator has none."""
+    if is_view(node):
+        return VIEW
+    return POINTWISE if is_pointwise(node.target) else OTHER
+
+
+def name_of_call(node: fx.Node, shape: Shape = lambda node: tensor_of(source_of(node)).shape) -> str:
+    """The name of the rates of a call: its operator, with the kind of a convolution, a product or attention, since each
+    kind runs another kernel. (A 1x1 convolution of images of 9 pixels took 6 times the usual time of its operations,
+    of 36 or 49 pixels 1.4 times.) `shape`: gives the shape of an operand."""
+    name = str(node.target)
+    if node.target in _SECOND:
+        columns = shape(node.args[_SECOND[node.target]])[-1]  # type: ignore[arg-type]
+        return f"{name} of odd columns" if columns % ALIGNED and columns > ALIGNED else name
+    if "scaled_dot_product" in name:
+        return f"{name} causal" if argument(node, "is_causal") else name
+    if node.target not in _WEIGHT:
+        return _SAME.get(name, name)
+    place = _WEIGHT[node.target]
+    _, channels, *kernel = shape(node.args[place])  # type: ignore[arg-type]
+    transposed, _, groups = node.args[place + 5 : place + 8]
+    if transposed:
+        return f"{name} transposed"
+    if groups != 1:
+        return f"{name} in groups"
+    if channels < FEW:
+        return f"{name} of few channels"
+    if any(size != 1 for size in kernel):
+        return name
+    _, _, *plane = shape(node.args[place - 1])  # type: ignore[arg-type]
+    pixels = math.prod(plane)
+    if 1 < pixels < PLANE:
+        return f"{name} of pixels in small planes"
+    return f"{name} of pixels in odd planes" if pixels % PLANE and pixels > 1 else f"{name} of pixels"
+
+
+def rates_of(node: fx.Node, profile: DeviceProfile, shape: Shape | None = None) -> OperatorRates | None:
+    """The rates of a call; None if the profile has no rates of operators. `shape`: see `name_of_call`."""
+    if not profile.operators:
+        return None
+    name = name_of_call(node, shape) if shape else name_of_call(node)
+    return profile.rates_of(name, kind_of_call(node))

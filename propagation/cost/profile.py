@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from ...strategy.basics.files import json_of, read, save
 from ...strategy.errors import Problem, StrategyError, shown
 from ...strategy.placement import Kind
-from ..ops.kinds import figures_of
+from ..ops.collectives import COLLECTIVES, figures_of
 from .rates import NOT_NEGATIVE, OTHER, OperatorRates, ProfileFigures, Rates
 
 # -- Figures for each kind of collective -----------------------------------------------------------------------------
@@ -46,10 +46,11 @@ class ByKind(Generic[T]):
 
     def of(self, kind: Kind) -> T:
         """The figure of a kind of collective; some kinds share one (`figures_of`)."""
-        figure: T = getattr(self, figures_of(kind).value)
+        figure: T = getattr(self, _FIGURES[kind])
         return figure
 
 
+_FIGURES = {kind: figures_of(kind).value for kind in COLLECTIVES}
 _KINDS = tuple(field.name for field in fields(ByKind))
 _POSITIVE = "a finite number above 0"
 _TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'

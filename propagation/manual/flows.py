@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from torch import fx
 
+from ..graph.graph import gradient_flow
 from ..graph.nodes import Value, operands, source_of, values_of
-from ..graph.queries import gradient_flow
 from .manual import TracedManual
 
 

@@ -29,8 +29,19 @@ from torch.fx.node import map_arg
 from ...strategy.cut import Cut, SliceWindow
 from ...strategy.errors import CaptureError
 from ...strategy.placement import BROADCAST, PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Shard
-from ..graph.nodes import Value, argument, at_source, mark, operands, region_of, source_of, tensor_of, value, values_of
-from ..graph.origins import inherit_line
+from ..graph.nodes import (
+    Value,
+    argument,
+    at_source,
+    inherit_line,
+    mark,
+    operands,
+    region_of,
+    source_of,
+    tensor_of,
+    value,
+    values_of,
+)
 from ..ops import by_hand, indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import convert

@@ -1,14 +1,14 @@
 """The bytes that one device holds during the backward, operator by operator, under one choice and its fates.
 
-Three operators in a row, 1 to 3, whose results take 4, 2 and 1 bytes; in its backward 2 reads the result of 1, and 3
-that of 2, both kept:
+Operators 1, 2 and 3 form a chain, and their results have 4, 2 and 1 bytes. The backward of 2 reads the result of 1, and
+that of 3 the result of 2; both are kept:
 
     the backward is at                       3       2       1
     kept                                   4 + 2     4       0
     gradients of the results of 1 and 2      2     4 + 2     4
-    together                                 8      10       4
+    sum                                      8      10       4
 
-Each tensor is there for an interval of vertices; the backward goes through them from the last to the first:
+Each tensor is held for an interval of vertices, which the backward visits from the last to the first:
 
     kept               from the first moment of the backward to the earliest reader
     computed again     from its last reader, or the last vertex that is recomputed from it, to the earliest
@@ -17,7 +17,7 @@ Each tensor is there for an interval of vertices; the backward goes through them
     gradient of a      from its last reader to the end of the step
     parameter
 
-Parameters, states of the optimizer and inputs of the call are there throughout, its results from their producers on.
+Parameters, states of the optimizer and inputs of the call are held throughout, its results from their producers on.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class _Timeline:
                 self.made_so_far[(last if stays else until) + 1] -= size
 
     def _kept_as_another(self) -> set[int]:
-        """The vertices whose memory is kept as that of a hub or a view."""
+        """The vertices whose memory a kept hub or view shares."""
         found: set[int] = set()
         for i in reversed(range(len(self.vertices))):
             hub = self.vertices[i].kind is VertexKind.HUB

@@ -1,11 +1,13 @@
 """The fates of an operator's results after the forward: one row of `FATES` for each.
 
-    fate    on the device until the backward    there while the backward reads it    its operator
-    kept    results, and what stands beside     -                                    runs once
-    again   -                                   both                                 runs once more
-    gone    what stands beside                  -                                    runs once
+    fate    held until the backward    held while the backward reads it    its operator
+    kept    results and saved          -                                   runs once
+    again   -                          results and saved                   runs once more
+    gone    saved                      -                                   runs once
 
-Beside the results stand the tensors that autograd keeps for the operator's own backward: statistics, masks.
+"Saved" are the tensors beside the results that autograd saves for the operator's own backward: statistics, masks. The
+backward of a relu reads its result, so the result is kept or the relu runs again. The result of an addition that no
+backward reads is gone.
 
 keeping.py prices a fate by its row, and backward_memory.py counts its bytes by it. Lowering calls its `note` with each
 node that it writes for the operator, and a pass acts on the notes: program/recompute.py reads `compute_again`. So a new
@@ -22,7 +24,7 @@ import numpy as np
 from torch import fx
 
 from ..cost.conversion import Floats
-from ..graph.origins import compute_again
+from ..graph.nodes import compute_again
 from ..problem.problem import Options, Settings
 
 
@@ -61,7 +63,7 @@ class Fate:
     name       its name in plans
     may        whether a vertex may have it
     results    how long the results stay
-    beside     how long the tensors beside them stay
+    beside     how long the saved tensors beside them stay
     runs       the operator runs once more in the backward, so that its operands have to be there
     seconds    the additional time of the backward, for each option
     told       its text in a report, with its `seconds` and the `bytes` that stay; "": nothing
@@ -86,8 +88,8 @@ class Fate:
         return self.results is Stay.THROUGHOUT
 
     def bytes_of(self, made: Floats, beside: Floats, read: bool) -> tuple[Floats, Floats]:
-        """The bytes that stay throughout, and those that are there again while the backward reads them, of `made` bytes
-        of results and those `beside` them. `read`: the backward reads the results."""
+        """The bytes that stay throughout, and those that are held again while the backward reads them, of `made` bytes
+        of results and `beside` bytes of saved tensors. `read`: the backward reads the results."""
         kept = made * self.keeps + beside * (self.beside is Stay.THROUGHOUT)
         back = beside * (self.beside is Stay.BACK) + made * (read and self.results is Stay.BACK)
         return kept, back

@@ -1,14 +1,14 @@
 """The memory of the gradients of values, as intervals of the vertices.
 
-Three operators in a row, 1 to 3, whose results take 4 bytes each. The gradient of 1's result is there while the
-backward is at 2, which makes it, and at 1, which reads it; that of 2's result at 3 and 2. So 8 bytes are
-there at 2. If 2 is a view both gradients are one memory of 4 bytes, which is there from 3 to 1.
+Operators 1, 2 and 3 form a chain, and their results have 4 bytes each. The gradient of 1's result is held while the
+backward is at 2, which computes it, and at 1, which reads it; the gradient of 2's result is held at 3 and 2. So 8 bytes
+are held at 2. If 2 is a view, both gradients share 4 bytes, which are held from 3 to 1.
 
-The backward goes from the last vertex to the first. The gradient of a value is there from the value's last reader,
-which computes the first addend, until its producer has read it. Further addends are added as they come.
+The backward goes from the last vertex to the first. The gradient of a value is held from the value's last reader,
+which computes the first addend, until its producer has read it. Further addends are added in place.
 
-A gradient often takes no memory of its own. A view, a hub and an addition pass on the gradient of their result; and for
-most elementwise operators the runtime writes a gradient over that of the result, if nobody else reads it.
+A gradient often needs no memory of its own. A view, a hub and an addition pass on the gradient of their result; and for
+most elementwise operators the runtime writes a gradient over that of the result, if nothing else reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IN_PLACE = {
 
 @dataclass(eq=False)
 class Gradient:
-    """Bytes that are there while the backward goes from vertex `start` down to vertex `end`.
+    """Bytes that are held while the backward goes from vertex `start` down to vertex `end`.
 
     own   belongs to one value alone, so that it may be written over
     """
@@ -65,7 +65,7 @@ class _Backward:
         self.waiting = Counter(self.edges[n].consumer for numbers in self.leaving for n in numbers)
 
     def run(self) -> list[Gradient]:
-        """Go through the backward."""
+        """Walk the backward."""
         for i in reversed(range(len(self.vertices))):
             for number in self.leaving[i]:
                 self._arrive(i, number)

@@ -1,19 +1,23 @@
-"""What is kept for the backward, what is recomputed, and the cost of both, as part of every choice.
+"""Results that are kept for the backward, results that are recomputed, and the cost of both, as part of every choice.
 
-Three operators in a row, of which the second takes 3 s and makes 100 bytes that the backward reads; the result of the
-first is kept. At a price p of a byte between the forward and the backward the second costs 100 p if it is kept and 3 if
-it is computed again: at p = 0.02 it is kept, for 2; at p = 0.05 it is computed again, for 3 and not 5. A result that
-nothing reads is gone, and costs nothing.
+An operator takes 3 s and has a result of 100 bytes, which the backward reads; its operands are kept. At a price p per
+byte held between the forward and the backward:
 
-An option of a vertex is joined by a fate of its results (fates.py): kept, computed again, or gone. Computing a result
-again costs the seconds of one more forward, and requires its operands at that time. A tensor that is converted for a
-reader in the backward is converted again (the collective runs once more), or kept in its converted form. All of this
-involves only the two ends of an edge, so the problem stays as thin as it is.
+    fate     cost     p = 0.02    p = 0.05
+    kept     100 p    2           5
+    again    3        3           3
 
-Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
-holds the parameters and their optimizer states, everything kept by stretches up to s, the recomputed tensors of s, and
-the gradients of the parameters that s and the stretches behind it read; and the running operator's operands and
-results. A byte may have another price at each of these times.
+So the result is kept at 0.02 and computed again at 0.05. A result that nothing reads is gone, and costs nothing.
+
+An option of a vertex has a fate of its results (fates.py): kept, computed again, or gone. Computing a result again
+costs the seconds of one more forward, and requires its operands at that time. A tensor that is converted for a reader
+in the backward is converted again (the collective runs once more), or kept in its converted form. All of this involves
+only the two ends of an edge, so the width of the problem does not grow.
+
+Time in the backward is counted in stretches (stretches.py), the last one first. While the backward is in stretch s a
+device holds the parameters and their optimizer states, everything kept by stretches up to s, the recomputed tensors of
+s, the gradients of the parameters that s and later stretches read, and the operands and results of the running
+operator. A byte may have another price at each of these times.
 """
 
 from __future__ import annotations
@@ -26,13 +30,12 @@ import numpy as np
 from torch import fx
 
 from ..cost.conversion import Codes, Floats, once_more
+from ..graph.graph import recomputed
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
-from ..graph.queries import recomputed
 from ..minsum.network import Costs, among
 from ..ops.random_numbers import draw
-from ..problem.cost_tables import restricted
-from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
+from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind, restricted
 from ..torch_internals import OpOverload
 from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs
@@ -87,9 +90,9 @@ class Converted:
 class _Facts:
     """The fates that one vertex may have, and the facts that price them.
 
-    fates     those that it may have
+    fates     the fates
     free      recomputing it costs next to nothing
-    read      the backward reads its results, so that they stay for a while when they are computed again
+    read      the backward reads its results, so results that are computed again stay until it has
     own       its own backward reads its results
     view      its results lie in the memory of an operand
     beside    bytes that its forward keeps for its own backward, on one device
@@ -236,7 +239,7 @@ class KeepProblem:
 
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each option with each fate, fate by fate. A kept byte costs `kept`, a recomputed one `again`,
-        one of a gradient `before`, and one that is there throughout `always`."""
+        one of a gradient `before`, and one that is held throughout `always`."""
         options = self.problem.vertices[i].options
         gradient, throughout = self.at_rest(i)
         own = options.unary + before * gradient + always * throughout
@@ -256,7 +259,7 @@ class KeepProblem:
         return fate.runs and self.facts[i].free
 
     def _bytes(self, i: int) -> list[tuple[Floats, Floats]]:
-        """For each fate of vertex i, the bytes that stay, and those that are back in its stretch, for each option."""
+        """For each fate of vertex i, the bytes that stay, and those that its stretch recomputes, for each option."""
         vertex, facts = self.problem.vertices[i], self.facts[i]
         if vertex.kind is VertexKind.INPUT:
             nothing: Floats = np.zeros(len(vertex.options))
@@ -290,7 +293,7 @@ class KeepProblem:
 
     def _between(self, number: int, kept: float, again: float, now: float) -> Floats:
         """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]. A byte costs
-        `now` while the consumer runs, when the tensor before the conversion is there as well."""
+        `now` while the consumer runs, when the tensor before the conversion is held as well."""
         edge = self.problem.edges[number]
         once = edge.matrix(self.problem.vertices)
         twice, keep = self._ways(number, once, kept, again)

@@ -1,10 +1,14 @@
-"""The operands and results of each call that its backward reads, and the bytes that autograd keeps beside them.
+"""The operands and results of each call that its backward reads, and the bytes that autograd saves beside them.
 
-Of a product x @ w, its relu and the sum with a bias, three operators: the product reads both operands (each is the
-gradient's factor of the other), relu reads its result (where it is above 0), and the sum reads nothing.
+`relu(x @ w) + b` has three calls, whose backwards read:
 
-PyTorch gives the answer: the call runs once on fake tensors, and autograd reports what it saves. Equal calls run once.
-If a call cannot run so (an operator of another library without a fake form), its backward may read everything.
+    x @ w    both operands: each is a factor of the other's gradient
+    relu     its result, which is positive where the gradient passes
+    + b      nothing
+
+PyTorch reports this: the call runs once on fake tensors, and autograd lists the tensors that it saves. Equal calls run
+once. If a call cannot run on fake tensors (an operator of another library without a fake form), its backward may read
+everything.
 """
 
 from __future__ import annotations
@@ -84,8 +88,8 @@ def _likeness(tensor: Any) -> object:
 
 
 def _asked(node: fx.Node, sources: list[Value], wants: tuple[bool, ...], constant: tuple[bool, ...]) -> Needs:
-    """What PyTorch saves of the call `node` for the gradients of the operands in `wants`; `constant`: whether each
-    operand is constant."""
+    """The tensors that PyTorch saves of the call `node` for the gradients of the operands in `wants`; `constant`:
+    whether each operand is constant."""
     everything = Needs(frozenset(range(len(sources))), frozenset(range(len(values_of(node)))))
     given = [_fresh(tensor_of(source), wanted) for source, wanted in zip(sources, wants, strict=True)]
     saved: dict[int, torch.Tensor] = {}

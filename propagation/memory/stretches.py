@@ -1,13 +1,16 @@
 """Stretches of a graph: the backward recomputes one stretch at a time.
 
-Three operators in a row, of which the third reads the results of both others: one value crosses between the first and
-the second, two cross between the second and the third, and one crosses behind the third. A graph of many such blocks is
-cut behind the third operator of a block or behind the first, where one value is kept, and not where there are two.
+In a block of three operators the third reads the results of both others, as the addition of a residual does:
 
-A recomputed value lives from the first operator of the backward that reads it, or is recomputed from it, to the last.
-If everything were recomputed from the inputs alone, everything would be there at once. So the operators, in their
-order, are cut where few values cross, and the crossing values are kept: then no more than one stretch is there again
-at a time. torch.utils.checkpoint has its users choose these places.
+    after operator         1    2    3
+    values that cross      1    2    1
+
+A graph of many such blocks is cut after operators 1 or 3, where one value is kept, and not after 2.
+
+A recomputed value is held from the first operator of the backward that reads it, or is recomputed from it, to the last.
+If everything were recomputed from the inputs alone, all values would be held at once. So the operators, in their order,
+are cut where few values cross, and the crossing values are kept: then the values of one stretch at a time are held
+again. In torch.utils.checkpoint users choose these places.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int,
 
 
 def at_hand(problem: SearchProblem) -> list[bool]:
-    """Whether each vertex is an input or the hub of one, and so there whenever it is read."""
+    """Whether each vertex is an input or the hub of one, which can always be read."""
     inputs = [vertex.kind is VertexKind.INPUT for vertex in problem.vertices]
     for edge in problem.edges:
         if problem.vertices[edge.consumer].kind is VertexKind.HUB and inputs[edge.producer]:

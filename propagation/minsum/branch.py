@@ -1,11 +1,11 @@
 """Branch and bound, for problems that are too much work to eliminate.
 
-Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) b would
-be divided, as it has the most neighbours. With b=1, its cheaper option, the least is 0 + 2 + min(4 + 0, 0 + 6) = 6;
-with b=0 it is 1 + 3 + min(0 + 0, 4 + 6) = 4. No node is left: 4 is the optimum.
+For the three operators of __init__.py (costs: a 1, 0; b 3, 2; c 0, 6; 5 if a and b differ, 4 if b and c do), the
+search branches on b, which has the most neighbours. With b=1, its cheaper option, the minimum is
+0 + 2 + min(4 + 0, 0 + 6) = 6; with b=0 it is 1 + 3 + min(0 + 0, 4 + 6) = 4. No node is left, so 4 is the optimum.
 
-A node of the search is the problem with some of its options. Messages bound it and rule options out, exact reductions
-shrink it, and the rest is eliminated if that is little work. Otherwise the options of one vertex are divided.
+A node of the search is the problem restricted to some of its options. Messages bound it and rule options out, exact
+reductions shrink it, and the rest is eliminated if that is little work. Otherwise the options of one vertex are halved.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...strategy.basics.blocks import tell
 from ...strategy.errors import StrategyError
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
 from .forests import Tables, by_ends, improved, kicked
-from .found import Choice
 from .messages import Messages
-from .network import Costs
-from .progress import tell
+from .network import Choice, Costs
 from .reduce import reduced
 
 EASY = 2e7  # sums of an elimination that is done at once
@@ -39,7 +38,7 @@ Lift = Callable[[Choice], Choice]
 
 
 def grounded(costs: Costs) -> tuple[Costs, float]:
-    """The costs shifted so that none is negative, and the constant that this takes from each choice."""
+    """The costs, shifted so that none is negative, and the constant by which this lowers the cost of each choice."""
     lows = [float(own.min()) for own in costs.unary]
     pair_lows = {ends: float(table.min()) for ends, table in costs.pairs.items()}
     unary = tuple(own - low for own, low in zip(costs.unary, lows, strict=True))
@@ -55,7 +54,7 @@ def ceiling(costs: Costs) -> float:
 
 @dataclass
 class Best:
-    """The best choice that a search has found, the first in order among equals, and the limits of the search: a time,
+    """The best choice that a search has found (the first in order among equals), and the limits of the search: a time,
     or a number of nodes, which is the same on every machine."""
 
     costs: Costs
@@ -72,16 +71,16 @@ class Best:
 
     @property
     def late(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     @property
     def upper(self) -> float:
-        """The cost below which a choice is of interest."""
+        """The cost that a better choice has to be below."""
         return self._most if self.choice is None else self.cost - self._step - 1e-9 * abs(self.cost)
 
     def offer(self, choice: Choice) -> float:
-        """Note a choice, and return its cost."""
+        """Keep `choice` if it is the best one so far, and return its cost."""
         cost = self.costs.of(choice)
         if cost < self.cost or (self.choice is not None and (cost, choice) < (self.cost, self.choice)):
             self.cost, self.choice = cost, choice
@@ -90,8 +89,8 @@ class Best:
 
 @dataclass(frozen=True)
 class _Node:
-    """The problem with some of its options: their costs, which exclude `constant`, the map from a choice for it to one
-    for the whole, and a lower bound on its choices."""
+    """The problem restricted to some of its options: their costs, which exclude `constant`; `lift`, which maps a choice
+    of it to one of the whole problem; and a lower bound on the cost of its choices."""
 
     costs: Costs
     lift: Lift
@@ -100,7 +99,7 @@ class _Node:
 
 
 def branched(best: Best) -> float:
-    """Look for better choices until none is left or the limits are reached; return a lower bound."""
+    """Search until no better choice can exist or a limit is reached; return a lower bound."""
     waiting = [_Node(best.costs, lambda choice: choice, 0.0, _start(best))]
     closed = math.inf  # the least bound of the abandoned nodes
     while waiting:
@@ -117,7 +116,7 @@ def branched(best: Best) -> float:
 
 
 def _start(best: Best) -> float:
-    """Offer choices by messages, improved by random forests and kicks; return a lower bound."""
+    """Offer choices read off messages, improved by random forests and kicks; return a lower bound."""
     messages = Messages(best.costs, best.upper)
     for sweep in range(2 * EVERY):
         messages.sweep(forward=sweep % 2 == 0)
@@ -149,7 +148,8 @@ def _start(best: Best) -> float:
 def _settled(
     best: Best, costs: Costs, tables: Tables, choice: list[int], random: np.random.Generator, tries: int
 ) -> tuple[float, list[int]]:
-    """Improve `choice` until `tries` forests in a row improve nothing or the time is over; its cost, and the choice."""
+    """Improve `choice` until `tries` forests in a row improve nothing or the deadline has passed. Return the cost and
+    the choice."""
     cost, idle = costs.of(tuple(choice)), 0
     while idle < tries and not best.late:
         choice = improved(costs, tables, choice, random)
@@ -160,7 +160,7 @@ def _settled(
 
 
 def _looked_at(node: _Node, best: Best) -> list[_Node]:
-    """Solve a node, discard it, or divide it: the most promising part comes last."""
+    """Solve a node, discard it, or branch; return the new nodes, the most promising one last."""
     costs, lift, constant, bound = node.costs, node.lift, node.constant, node.bound
     while True:
         try:
@@ -193,7 +193,7 @@ def _looked_at(node: _Node, best: Best) -> list[_Node]:
 
 
 def _pass(messages: Messages, lift: Lift, best: Best, constant: float) -> bool:
-    """Pass messages while that raises the bound; return whether a better choice may be left."""
+    """Pass messages while that raises the bound; return whether a better choice may exist."""
     last = -math.inf
     for sweep in range(SWEEPS):
         messages.sweep(forward=sweep % 2 == 0)
@@ -209,7 +209,7 @@ def _pass(messages: Messages, lift: Lift, best: Best, constant: float) -> bool:
 
 
 def _eliminated(costs: Costs, lift: Lift, best: Best, work: float) -> bool:
-    """Offer the best choice by elimination, if that takes at most `work` sums; return whether it did."""
+    """Eliminate and offer the best choice, if that takes at most `work` sums; return whether it did."""
     order = elimination_order(costs, give_up=work)
     if order.work > work or order.entries > MANY_ENTRIES:
         return False

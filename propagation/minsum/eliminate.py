@@ -1,15 +1,15 @@
 """Exact search: min-sum elimination over the graph of a problem, which computes equal parts once.
 
-Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4):
+For the three operators of __init__.py (costs: a 1, 0; b 3, 2; c 0, 6; 5 if a and b differ, 4 if b and c do):
 
-    a goes     b=0: min(1 + 0, 0 + 5) = 1    b=1: min(1 + 5, 0 + 0) = 0          a table (1, 0) over b is left
-    b goes     c=0: min(3 + 1 + 0, 2 + 0 + 4) = 4    c=1: min(3 + 1 + 4, 2 + 0 + 0) = 2     a table (4, 2) over c
-    c goes     min(0 + 4, 6 + 2) = 4                                             the least of all
-    back       c=0, so b=0 (4 and not 6), so a=0 (1 and not 5)
+    eliminate a     b=0: min(1 + 0, 0 + 5) = 1            b=1: min(1 + 5, 0 + 0) = 0            table (1, 0) over b
+    eliminate b     c=0: min(3 + 1 + 0, 2 + 0 + 4) = 4    c=1: min(3 + 1 + 4, 2 + 0 + 0) = 2    table (4, 2) over c
+    eliminate c     min(0 + 4, 6 + 2) = 4                                                       the minimum
+    read back       c=0, so b=0 (4 < 6), so a=0 (1 < 5)
 
-Vertices go one by one; each takes its best option for every choice of its neighbours, which leaves a table over
-them (Dechter, "Bucket elimination", 1999). Where a table would be too large its bucket is split (mini-buckets,
-Dechter & Rish 2003): the sum of the parts' minima is then a lower bound, and the plan found may not be the best.
+Vertices are eliminated one by one: the best option of a vertex for every choice of its neighbours leaves a table over
+these (Dechter, "Bucket elimination", 1999). If a table would be too large, its bucket is split (mini-buckets, Dechter &
+Rish 2003): the sum of the parts' minima is then a lower bound, and the plan found may not be the best.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ..cost.conversion import Floats
-from .found import Found
-from .network import Costs
+from .network import Costs, Found
 
 TABLE_LIMIT = 2**28  # sums of one step of the elimination
 MUCH_WORK = 3e9  # sums of an elimination, some 6 s of them, above which options are left out first
@@ -36,8 +35,8 @@ REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Table:
-    """A function of the options of `scope`, vertices in ascending order. Its symbol identifies its numbers: tables made
-    of the same tables in the same way share it. Compared by identity."""
+    """A function of the options of `scope`, vertices in ascending order. Its symbol identifies its numbers: tables
+    computed from the same tables in the same way share it. Compared by identity."""
 
     scope: tuple[int, ...]
     symbol: int
@@ -45,8 +44,8 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Elimination:
-    """One vertex goes: the tables that it is in, and for each group of them (a single one, unless that would be too
-    large) the remaining table over the other vertices."""
+    """The elimination of one vertex: the tables over it, and for each group of them (a single one, unless that would be
+    too large) the remaining table over the other vertices."""
 
     vertex: int
     bucket: list[_Table]
@@ -55,15 +54,16 @@ class _Elimination:
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """The order in which vertices go, and the tables to compute.
+    """The order in which vertices are eliminated, and the tables to compute.
 
-    recipes    by symbol, the tables that one is made of and the vertices that they join, the last of which goes
+    recipes    by symbol, the tables that one is computed from and the vertices that they join, of which the last is
+               eliminated
     arrays     by symbol, the numbers of the tables that the costs consist of
     constant   the cost of the vertices with one option among themselves
     work       the number of sums; inf: more than a float can say
     entries    the number of entries of all its tables
-    width      the most vertices that one table joins
-    pattern    the structure of its costs
+    width      the largest number of vertices that one table joins
+    pattern    the structure of the costs
     """
 
     steps: list[_Elimination]
@@ -77,7 +77,7 @@ class EliminationOrder:
 
     @property
     def quick(self) -> bool:
-        """Whether it is little enough work to leave out no options first."""
+        """Whether it is so little work that no options need to be ruled out first."""
         return self.work <= MUCH_WORK and self.entries <= MANY_ENTRIES
 
     @property
@@ -119,8 +119,8 @@ def order_like(order: EliminationOrder, costs: Costs) -> EliminationOrder | None
 
 
 def elimination_order(costs: Costs, table_limit: float = math.inf, give_up: float = math.inf) -> EliminationOrder:
-    """The order in which `eliminate` goes, without looking at the numbers. Once its work exceeds `give_up` it stops,
-    with infinite work."""
+    """The elimination order, which depends on the structure and not on the numbers. Once its work exceeds `give_up` it
+    stops, with infinite work."""
     sizes = [len(unary) for unary in costs.unary]
     given, live = _given(costs), _Live(sizes)
     symbols: dict[object, int] = {("given", symbol): symbol for symbol in given.arrays}
@@ -154,8 +154,8 @@ def elimination_order(costs: Costs, table_limit: float = math.inf, give_up: floa
 
 
 def affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:
-    """`order`, or if it is too much, one with smaller tables, whose plan may not be the best: with the largest limit
-    whose tables can all be kept."""
+    """`order`, or if it is too much work, one with the largest limit on tables that can all be kept; its plan may not
+    be the best."""
     for limit in SMALL_TABLES:
         if not order.too_much:
             break
@@ -169,11 +169,10 @@ def _product(sizes: list[int], vertices: Iterable[int]) -> float:
 
 
 def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Found:
-    """Find the least by min-sum elimination: `dynamic_programming` on numbers.
+    """Find the minimum by min-sum elimination: `dynamic_programming` on numbers.
 
-    Tables made of the same arrays in the same way are computed once, so that a repeated block costs one block and the
-    logarithm of the number of repetitions.
-    """
+    Tables computed from the same arrays in the same way are computed once, so that a repeated block costs one block and
+    the logarithm of the number of repetitions."""
     return eliminate_in(costs, elimination_order(costs, table_limit))
 
 
@@ -196,12 +195,12 @@ def eliminate_in(costs: Costs, order: EliminationOrder) -> Found:
 
 
 class _Live:
-    """The tables that are left while vertices go one by one, and the choice of the next vertex.
+    """The tables that are left during elimination, and the choice of the next vertex.
 
-    Vertices that look like others (by the arrays that they are in) go first, and all that look alike one after the
-    other, so that a repeated block is dealt with in the same way everywhere before its surroundings make its copies
-    differ; of a chain of equals every other one goes, and the rest is again a chain of equals. Otherwise the vertex
-    with the smallest joint table goes.
+    Vertices that look like others (by the arrays of their tables) are eliminated first, all that look alike one after
+    the other, so that every copy of a repeated block is eliminated in the same way before its surroundings make the
+    copies differ. In a chain of equal vertices every other one is eliminated, which leaves a chain of equal vertices.
+    Otherwise the vertex with the smallest joint table is next.
     """
 
     def __init__(self, sizes: list[int]) -> None:
@@ -246,7 +245,7 @@ class _Live:
             heappush(self._heap, self._rank(vertex))
 
     def next(self) -> int | None:
-        """The vertex to go next, or None when all are gone."""
+        """The vertex to eliminate next, or None if none is left."""
         while self._queue:
             vertex, look = self._queue.popleft()
             if not self._gone[vertex] and self._looks[vertex] == look:

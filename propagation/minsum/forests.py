@@ -1,12 +1,11 @@
-"""Improve a known choice: a random part of the vertices without a cycle takes, all at once, the best options beside the
-others.
+"""Improve a known choice by choosing the options of a random induced forest together, given all other options.
 
-On the choice 1, 1, 0 of the three operators of the room's page, which costs 6, all three are a forest: from its leaves
-to its root and back they take 0, 0, 0, which costs 4. If a and c had a pair too, two of the three would be a forest:
-beside c=0 a and b take the least of their four choices.
+The three operators of __init__.py form a tree. From the choice 1, 1, 0, which costs 6, one forest of all three gives
+0, 0, 0, which costs 4. If a and c shared a cost too, a forest would have two of the three: given c=0, a and b take the
+cheapest of their four choices.
 
 An induced forest is solved exactly from its leaves to its roots, in time proportional to its tables
-(Hamze & de Freitas, "From fields to trees", 2004, sample such parts; here they are minimised).
+(Hamze & de Freitas, "From fields to trees", 2004, sample such forests; here they are minimized).
 """
 
 from __future__ import annotations

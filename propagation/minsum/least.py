@@ -1,10 +1,10 @@
-"""The least of any sum of costs by vertex and by pair of vertices: `least`.
+"""Minimize any sum of costs by vertex and by pair of vertices: `least`.
 
-Of the three operators of the room's page reductions leave nothing: the least is their constant, 4. Two such graphs
-without a connection are solved one by one: 4 + 4.
+For the three operators of __init__.py, reductions leave no vertex: the minimum is their constant, 4. Two such graphs
+without a connection cost 4 + 4; each connected part is solved by itself.
 
-Reductions (reduce.py) leave the core; each connected part of it is eliminated if that is little work, and otherwise
-divided (branch.py).
+Reductions (reduce.py) leave a core. Each connected part of the core is eliminated if that is little work, and otherwise
+solved by branch and bound (branch.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import networkx
 
 from .branch import SUMS, Best, branched, grounded
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
-from .found import Choice, Found
-from .network import Costs
+from .network import Choice, Costs, Found
 from .reduce import reduced
 
 AT_ONCE, EACH = 2e7, 1.5e5  # sums of an elimination that is tried first; the same per vertex
@@ -32,7 +31,7 @@ def least(costs: Costs, deadline: float = math.inf, nodes: float = math.inf, kno
     known      a choice to start from
 
     If no finite choice is found, the choice is empty with cost inf; the bound is then inf if there is none, and -inf if
-    that is open. Raises StrategyError where reductions show that there is none.
+    that is unknown. Raises StrategyError if reductions show that there is none.
     """
     rest = reduced(costs)
     inside = rest.part(known) if known else None

@@ -1,18 +1,18 @@
-"""The exact search where pairs of options are too many to be written out, as on a mesh of four axes.
+"""The exact search when there are too many pairs of options to write out, as on a mesh of four axes.
 
-Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) c, and
-then b, has one neighbour, and is merged into it:
+For the three operators of __init__.py (costs: a 1, 0; b 3, 2; c 0, 6; 5 if a and b differ, 4 if b and c do), c has one
+neighbour and is merged into it, and then so is b:
 
     c into b     b=0: 3 + min(0 + 0, 4 + 6) = 3      b=1: 2 + min(4 + 0, 0 + 6) = 6
     b into a     a=0: 1 + min(0 + 3, 5 + 6) = 4      a=1: 0 + min(5 + 3, 0 + 6) = 6
-    left         a with (4, 6): it takes 0, then b takes 0 (3 and not 11), then c takes 0
+    read back    a costs (4, 6) and takes 0; so b takes 0 (3 < 11), and c takes 0
 
-If operators have more neighbours, a network is left, which messages narrow.
+If vertices have more neighbours, a network is left, whose options messages rule out.
 
-Costs stay conversions, and a message is a shortest path on the grid of layouts (narrow.py). Vertices with one
-neighbour, such as most parameters, are merged into it first: no messages go back to them. The plan that the messages
-suggest is improved by induced forests (as in forests.py, by messages too). Once few options are left, the best of them
-are written out.
+Costs of edges stay conversions, and a message is a shortest path on the grid of layouts (narrow.py). Vertices with one
+neighbour, such as most parameters, are merged into it first, so they need no messages. The plan that the messages
+suggest is improved by induced forests (as in forests.py, but by messages). Once few options are left, the costs of the
+best ones are written out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...strategy.basics.blocks import tell
 from ..cost.conversion import Floats, Mask
 from .eliminate import eliminate_in, elimination_order
 from .forests import forest
-from .found import Found
 from .narrow import ROUND, SWEEPS, Narrowing
-from .network import Between, Converting, Costs, Matrix, Network, among
-from .progress import tell
+from .network import Between, Converting, Costs, Found, Matrix, Network, among
 from .visits import propagate
 
 BEST = 48  # options of each vertex that are written out to find a plan, once at most LEFT are left on average
@@ -48,9 +47,9 @@ def optimum_of_many(
 ) -> Found:
     """The optimum of `network`, proven, or a plan and a bound; cost inf if no plan was found.
 
-    start     gives a plan, in case the first one found is impossible
+    start     returns a plan, in case the first one found is impossible
     below     as for `search`
-    few       whether so many pairs of options may be written out
+    few       whether this many pairs of options may be written out
     optimum   the best plan by written-out costs, given a plan
     """
     trimmed = _trimmed(network)
@@ -73,8 +72,8 @@ def optimum_of_many(
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A vertex that was taken out: the costs of its options, its neighbour, and the costs between, in which the leaf is
-    on `side`."""
+    """A vertex merged into its neighbour: the costs of its options, the neighbour, and the costs between them, in which
+    the leaf is on `side`."""
 
     vertex: int
     unary: Floats
@@ -85,10 +84,10 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Trimmed:
-    """A network without its leaves, whose least costs are added to those of their neighbours.
+    """A network without its leaves, whose minimal costs are added to those of their neighbours.
 
     vertices   the number of each vertex in the whole network
-    leaves     the vertices that were taken out, in order
+    leaves     the merged vertices, in order
     """
 
     network: Network
@@ -185,8 +184,7 @@ def improved(network: Network, choice: Sequence[int], random: np.random.Generato
 
 
 def _best_of_few(narrowing: Narrowing) -> tuple[int, ...] | None:
-    """The best plan among the BEST options of each vertex with the least known bounds; None if finding it is much
-    work."""
+    """The best plan among the BEST options of each vertex with the lowest bounds; None if finding it is much work."""
     rows: list[Mask] = []
     for worth in narrowing.worth:
         rows.append(np.zeros(len(worth), dtype=bool))

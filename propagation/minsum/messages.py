@@ -1,11 +1,11 @@
-"""Messages of whole levels of vertices at a time, for costs that are written out and in which nothing repeats.
+"""Messages of all vertices of a colour at once, for costs that are written out and do not repeat.
 
-Of the three operators of the room's page b has two neighbours and takes the first colour, a and c the second: two steps
-are a pass. The bound is 0 at first, 2.5 after a pass from b to a and c, and 4, the optimum, after one back.
+For the three operators of __init__.py, b has two neighbours and gets the first colour, a and c the second, so a pass
+has two steps. The bound is 0 at first, 2.5 after a pass from b to a and c, and 4, the optimum, after the pass back.
 
-The bounds are those of narrow.py, which derives them. There vertices go one after the other, which suits long thin
-graphs. Here vertices are coloured, so that no two neighbours have one colour, and go in the order of colours: all
-vertices of a colour send at once, their tables stacked into arrays: few tables together, many by their shapes.
+narrow.py derives the bounds. There vertices send one after the other, which suits long thin graphs. Here vertices are
+coloured so that neighbours have different colours, and all vertices of a colour send at once. Their tables are stacked
+into arrays: together if they are few, and otherwise by shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ABOVE = 1e-9  # relative to the cost of a plan: how far above it a bound has to 
 
 
 def colours(near: list[list[int]]) -> list[int]:
-    """A colour for each vertex, unlike those of its neighbours `near`: vertices with many neighbours choose first."""
+    """A colour for each vertex that differs from those of its neighbours `near`; vertices with many neighbours choose
+    first."""
     chosen = [-1] * len(near)
     for v in sorted(range(len(near)), key=lambda v: -len(near[v])):
         taken = {chosen[u] for u in near[v]}

@@ -1,25 +1,25 @@
-"""Find options that no optimal plan takes, before the exact search joins tables.
+"""Rule out options that no optimal plan takes, before the exact search joins tables.
 
-Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) the plan
+For the three operators of __init__.py (costs: a 1, 0; b 3, 2; c 0, 6; 5 if a and b differ, 4 if b and c do), the plan
 1, 1, 0 is known, which costs 6. A pass from a to c:
 
     a tells b    b=0: min(1 + 0, 0 + 5) = 1    b=1: min(1 + 5, 0 + 0) = 0    b now costs (3 + 1, 2 + 0) = (4, 2)
     b tells c    c=0: min(4 + 0, 2 + 4) = 4    c=1: min(4 + 4, 2 + 0) = 2    c now costs (0 + 4, 6 + 2) = (4, 8)
 
-No plan costs less than 4, and none with c=1 less than 8: that option is dropped.
+No plan costs less than 4, and none with c=1 costs less than 8, so that option is dropped.
 
 Tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy minimization",
-2006, TRW-S): messages along the edges shift costs between vertices so that a sum of minima, one for each vertex,
-bounds the cost of every plan from below. The bound with one option forced follows at each vertex on the way; an
+2006, TRW-S): messages along the edges shift costs between vertices, so that the sum of the minima of all vertices
+bounds the cost of every plan from below. A pass also gives a bound for each option, on the plans that take it; an
 option whose bound exceeds the cost of a known plan is dropped.
 
 Any messages give a valid bound. Write m(e, v) for the message of edge e to its end v, and
 
     h(v) = unary(v) + the messages to v        r(e) = pair(e) - the messages of e
 
-so that a plan costs the sum of all h and r. A pass in vertex order computes at each vertex s, for its edges e to later
-vertices, the message that makes `g(s) h(s) + r(e)` at least 0 for all options, with g(s) one over the larger number
-of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, and likewise backward.
+so that the cost of a plan is the sum of all h and r. A pass in vertex order computes, at each vertex s and for each of
+its edges e to later vertices, the message that makes `g(s) h(s) + r(e)` at least 0 for all options, with g(s) one over
+the larger number of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, and likewise backward.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...strategy.basics.blocks import tell
 from ..cost.conversion import Floats
 from .network import Between, Network
-from .progress import tell
 
 SWEEPS = 40  # at most, forward and backward
 PATIENCE = 12  # sweeps after which narrowing stops once hardly any option goes
@@ -39,7 +39,8 @@ ROUND = 4  # sweeps between removals of dropped options from the arrays
 
 
 def narrow(network: Network, upper: float, enough: Callable[[Narrowing], bool]) -> Narrowing:
-    """The options that a plan cheaper than `upper` may take, until `enough` says that few are left or no more go."""
+    """Drop options that no plan cheaper than `upper` takes, until `enough` says that few are left, or few more can be
+    dropped."""
     narrowing = Narrowing(network, upper)
     left = narrowing.left
     for sweep in range(SWEEPS):
@@ -75,7 +76,7 @@ class Narrowing:
 
     upper   the cost of the best known plan
     best    that plan, by number in the whole problem; None: narrowing has found none cheaper than the first
-    bound   no plan costs less
+    bound   a lower bound on the cost of every plan
     worth   for each option that is left, a lower bound on the cost of any plan that takes it
     kept    the options that are left of every vertex, by number in the whole problem
     unary   their costs; includes options dropped since the last `shrink`
@@ -135,8 +136,8 @@ class Narrowing:
         return total
 
     def settle(self) -> None:
-        """Make a plan: vertices in order take the best options given the earlier ones and the messages of the later
-        ones. If it is cheaper than the known plan it takes its place."""
+        """Make a plan: vertices in order take the best options given the earlier vertices' options and the later ones'
+        messages. It replaces the known plan if it is cheaper."""
         plan = np.zeros(len(self.unary), dtype=np.intp)
         cost = 0.0
         for s, (earlier, later) in enumerate(self.sides):
@@ -153,8 +154,8 @@ class Narrowing:
     def sweep(self, forward: bool) -> None:
         """One pass over the vertices: shift costs, raise the bound, drop options.
 
-        For a vertex still to come, a part of its worth at the end of the last pass, in the other direction, covers its
-        edges to others still to come; the rest counts here.
+        Of a vertex that the pass has not reached, a part of its worth after the last pass, in the other direction,
+        covers its edges to other such vertices; the rest counts here.
         """
         order = range(len(self.unary)) if forward else range(len(self.unary) - 1, -1, -1)
         ahead, behind = (1, 0) if forward else (0, 1)  # the side of a vertex on which its edges to later ones are

@@ -1,6 +1,6 @@
 """A problem as numbers: the cost of each option by itself, and of each pair of options of two vertices.
 
-The three operators of the room's page, two options each:
+The three operators of __init__.py, with two options each:
 
     Costs(unary=((1, 0), (3, 2), (0, 6)), pairs={(0, 1): ((0, 5), (5, 0)), (1, 2): ((0, 4), (4, 0))})
 
@@ -8,6 +8,9 @@ The three operators of the room's page, two options each:
 
 `Costs` has all numbers written out, as elimination takes them. A `Network` has each edge as a `Between`: a `Matrix`,
 which is written out, or the `Converting` of one tensor, which is not: on four axes it has millions of entries.
+
+`Found` is the result of a search for the least. Of the three operators: `Found((0, 0, 0), cost=4, bound=4, width=2)`,
+proven; by visits alone `Found((1, 1, 0), cost=6, bound=-inf, width=1)`.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from ..cost.conversion import Codes, ConversionTable, Floats, Mask
 
 @dataclass(frozen=True)
 class Costs:
-    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
-    what option i of a and option j of b cost together. Arrays that are one object are solved once."""
+    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b, is
+    the cost of option i of a together with option j of b. Arrays that are one object are computed once."""
 
     unary: tuple[Floats, ...]
     pairs: Mapping[tuple[int, int], Floats]
@@ -160,3 +163,31 @@ def network(costs: Costs) -> Network:
 def among(kept: Sequence[Codes], choice: Sequence[int]) -> tuple[int, ...]:
     """The numbers of the options of `choice` among those kept; where one was left out, the first."""
     return tuple(int(np.argmax(rows == c)) for rows, c in zip(kept, choice, strict=True))
+
+
+# -- The result of a search
+
+Choice = tuple[int, ...]  # one option for each vertex, by number
+
+
+@dataclass(frozen=True)
+class Found:
+    """One option per vertex, its cost, and a proven lower bound on the cost of every choice.
+
+    width   the most vertices that one table of the search joined
+    """
+
+    choice: Choice
+    cost: float
+    bound: float
+    width: int = 1
+
+    @property
+    def gap(self) -> float:
+        """The distance of the cost from the bound, relative to the cost."""
+        return (self.cost - self.bound) / max(abs(self.cost), 1e-12)
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing costs less."""
+        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)

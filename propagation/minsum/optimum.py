@@ -1,10 +1,12 @@
 """The optimum of written-out costs: elimination, after leaving out options that no optimal plan takes.
 
-Of the three operators of the room's page elimination computes tables of 2 x 2 sums, and finds 4 at once. If that were
-much work: visits find 0, 0, 0, which costs 4; a pass of messages proves that no plan costs less; nothing is eliminated.
+For the three operators of __init__.py, elimination computes tables of 2 x 2 sums and finds 4 at once. If that were
+much work, `revisit` would improve 1, 1, 0 to 0, 0, 0, which costs 4, and a pass of messages would prove that no plan
+costs less.
 
-If elimination would be much work, options are left out first (narrow.py); if it still is too much, the rest is divided
-(least.py), up to a number of nodes and not of seconds, since all processes have to find the same plan.
+If elimination would be much work, options are ruled out first (narrow.py). If it still is too much, the rest is solved
+by branch and bound (least.py), with a limit on nodes and not on seconds, since all processes have to find the same
+plan.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ from dataclasses import replace
 
 from ...strategy.errors import StrategyError
 from .eliminate import EliminationOrder, affordable, eliminate_in, elimination_order
-from .found import Found
 from .least import least
 from .narrow import Narrowing, narrow
-from .network import Costs, Matrix, network
+from .network import Costs, Found, Matrix, network
 from .visits import revisit
 
 SMALLER = 2.0**26  # sums of a step when larger tables are too much work
@@ -26,7 +27,8 @@ NODES = 4  # of branch and bound, if elimination is too much
 
 
 def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...]], below: float = math.inf) -> Found:
-    """As `eliminate`, but if that is much work, leave out options that no optimal plan takes. `start` gives a plan."""
+    """As `eliminate`, but rule out options that no optimal plan takes if elimination is much work. `start` returns a
+    plan."""
     order = elimination_order(costs, table_limit)
     if order.quick:
         return eliminate_in(costs, order)

@@ -1,18 +1,17 @@
 """Exact reductions: a smaller problem with the same optimum, and the way back.
 
-Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4) nothing
-is left: a has one neighbour and goes into b, whose costs are then (3 + 1, 2 + 0) = (4, 2); b goes into c, whose costs
-are then (0 + 4, 6 + 2) = (4, 8); c takes 0. The constant is 4, and the way back 0, 0, 0.
+For the three operators of __init__.py (costs: a 1, 0; b 3, 2; c 0, 6; 5 if a and b differ, 4 if b and c do), no vertex
+is left: a has one neighbour and is merged into b, whose costs are then (3 + 1, 2 + 0) = (4, 2); b is merged into c,
+whose costs are then (0 + 4, 6 + 2) = (4, 8); c takes 0. The constant is 4, and reading back gives 0, 0, 0.
 
-Each rule looks at one vertex and its neighbours, until none applies:
+Each rule looks at one vertex and its neighbours. The rules are applied until none changes anything:
 
-* an option that is infinite, or impossible with every option of a neighbour, is left out;
+* an option with an infinite cost, or one impossible with every option of a neighbour, is removed;
 * a table that is a row plus a column is added to the costs of the vertices;
 * a vertex that is a function of a neighbour (each option of the neighbour leaves it one finite option) is merged;
-* a vertex with at most two neighbours goes: for each choice of theirs it takes its best option (elimination as in
-  eliminate.py, where that leaves nothing larger than before);
-* an option is left out if another undercuts it whatever the neighbours do (dead-end elimination: Desmet et al., 1992;
-  Goldstein, 1994).
+* a vertex with at most two neighbours is eliminated, as in eliminate.py, if the table that this leaves is small;
+* an option is removed if another one is cheaper whatever the neighbours choose (dead-end elimination: Desmet et al.,
+  1992; Goldstein, 1994).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Reduced:
     """The rest of a problem after reduction.
 
     costs      its numbers
-    constant   the cost of the parts that were taken out
+    constant   the cost of what was removed
     vertices   the vertices that are left, by number in the whole problem
     kept       their options that are left, by number in the whole problem
     """
@@ -53,7 +52,7 @@ class Reduced:
     count: int
 
     def whole(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The best choice for the whole problem that agrees with `choice`, one for what is left."""
+        """The best choice for the whole problem that extends `choice`, a choice for the rest."""
         full = [0] * self.count
         for vertex, kept, option in zip(self.vertices, self.kept, choice, strict=True):
             full[vertex] = int(kept[option])
@@ -63,8 +62,8 @@ class Reduced:
         return tuple(full)
 
     def part(self, choice: Sequence[int]) -> tuple[int, ...] | None:
-        """The part of a choice for the whole problem that concerns the vertices that are left; None if it has an option
-        that was left out."""
+        """A choice for the whole problem, restricted to the vertices that are left; None if it takes a removed
+        option."""
         seats = []
         for vertex, kept in zip(self.vertices, self.kept, strict=True):
             seat = int(np.searchsorted(kept, choice[vertex]))
@@ -76,7 +75,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class _Gone:
-    """A vertex that went: its best option for each choice of `near`, vertices with their options."""
+    """An eliminated vertex: its best option for each choice of `near`, vertices with their options."""
 
     vertex: int
     kept: Codes
@@ -85,8 +84,8 @@ class _Gone:
 
 
 def reduced(costs: Costs) -> Reduced:
-    """Reduce a problem until nothing more can be taken out. Raises StrategyError if some vertex has no option left:
-    then no choice has a finite cost."""
+    """Reduce a problem until no rule applies. Raises StrategyError if some vertex has no option left: then no choice
+    has a finite cost."""
     work = Reduction(costs)
     work.run()
     return work.result()
@@ -172,7 +171,7 @@ class Reduction:
             self._keep(v, possible)
 
     def _take_out_sums(self, v: int) -> None:
-        """Take out tables that are a row plus a column."""
+        """Remove tables that are a row plus a column."""
         for u in list(self.tables[v]):
             ends = min(u, v), max(u, v)
             if ends not in self.plain:
@@ -195,7 +194,7 @@ class Reduction:
             self._again(u)
 
     def _goes(self, v: int) -> bool:
-        """Remove `v` if it has at most two neighbours; return whether it went."""
+        """Eliminate `v` if it has at most two neighbours; return whether it did."""
         near, own = tuple(self.tables[v]), self.unary[v]
         if len(near) > 2:
             return False
@@ -236,8 +235,8 @@ class Reduction:
         return False
 
     def _leave_out_undercut(self, v: int) -> bool:
-        """Leave out options that another one undercuts whatever the neighbours do; return whether there were any. Most
-        pairs of options differ already beside a few choices of the neighbours."""
+        """Remove options if another one is cheaper whatever the neighbours choose; return whether there were any. A few
+        choices of the neighbours already rule out most pairs of options."""
         own, tables = self.unary[v], list(self.tables[v].values())
         beside = own[:, None] + np.zeros(SAMPLES)
         for place, table in enumerate(tables):

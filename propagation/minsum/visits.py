@@ -1,12 +1,12 @@
-"""A plan by visits: each vertex takes the option that suits its neighbours best.
+"""A plan by visits: each vertex takes its cheapest option given its neighbours.
 
-Of the three operators of the room's page (costs a 1, 0; b 3, 2; c 0, 6; a and b that differ pay 5, b and c 4), from a:
+For the three operators of __init__.py (costs: a 1, 0; b 3, 2; c 0, 6; 5 if a and b differ, 4 if b and c do), from a:
 
-    propagate    a takes 1 (0 and not 1), b beside it 1 (2 + 0 and not 3 + 5), c beside that 0 (0 + 4 and not 6 + 0): 6
-    revisit      a with 0, for which b would take 0 as well: 1 + min(0 + 3 + 0, 5 + 2 + 4) = 4, which is less than 6:
-                 now 0, 0, 0. Neither a nor b gains alone: 1, 0, 0 costs 8, and 0, 1, 0 costs 12
+    propagate    a takes 1 (0 < 1); given that, b takes 1 (2 + 0 < 3 + 5), and c takes 0 (0 + 4 < 6 + 0): cost 6
+    revisit      a=0 with b=0 costs 1 + min(0 + 3 + 0, 5 + 2 + 4) = 4, which is less than 6: the plan is now 0, 0, 0.
+                 Neither gains alone: 1, 0, 0 costs 8, and 0, 1, 0 costs 12
 
-`propagate` goes breadth-first and looks at each vertex once; `revisit` then changes a plan while that pays.
+`propagate` visits each vertex once, breadth-first; `revisit` then changes a plan as long as its cost falls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..cost.conversion import Floats
-from .found import Found
-from .network import Between, Network
+from .network import Between, Found, Network
 
 
 def propagate(network: Network, sources: list[int], fixed: Mapping[int, int] | None = None) -> Found:
@@ -53,8 +52,8 @@ def propagate(network: Network, sources: list[int], fixed: Mapping[int, int] | N
 
 
 def revisit(network: Network, found: Found) -> Found:
-    """`found`, improved by revisiting every vertex as long as that pays: it may change together with its neighbours,
-    each of which then takes its best option (for one vertex alone a change of layout seldom pays)."""
+    """`found`, improved by revisiting vertices as long as the cost falls. A vertex may change together with its
+    neighbours, each of which then takes its best option: a change of one vertex alone seldom pays."""
     neighbours = _neighbours(network)
     near = [{other for other, _, _ in edges} for edges in neighbours]
     choice = list(found.choice)

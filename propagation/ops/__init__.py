@@ -3,8 +3,7 @@
 Each file is one family in the same order: what the operators compute (in its docstring), their schemas and names, their
 kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rules are in `rules/`.
 
-    kinds.py                the properties of each kind of collective
-    collectives.py          convert and convert_group, by which a program communicates; constrain
+    collectives.py          convert and convert_group, by which a program communicates; their kinds; constrain
     indexing.py             position, and lookups in a dim of which a rank has a part
     by_hand.py              collectives that people write in manual functions
     by_rank.py              values that differ by rank: constants, slices, masks

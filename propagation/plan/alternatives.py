@@ -21,11 +21,11 @@ from torch import fx
 from ...strategy.basics.units import human, lasting
 from ...strategy.errors import StrategyError, UnknownOperatorWarning
 from ...strategy.notation import counted
-from ...strategy.placement import Kind, Placement, converts
-from ..cost.conversion import ConversionTable, step_kind
+from ...strategy.placement import Kind, Placement, converts, step_kind
+from ..cost.conversion import ConversionTable
+from ..graph.graph import beside_losses
 from ..graph.nodes import operands, source_of, values_of
 from ..graph.port import Port
-from ..graph.queries import beside_losses
 from ..memory.keeping import seconds_again
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.formulate import formulate
@@ -76,7 +76,7 @@ class WrittenAnnotation:
 def outcome(problem: SearchProblem, solution: Solution, program: Program) -> Outcome:
     """The outcome of the plan `solution`, lowered to `program`."""
     collectives = program.planned_collectives
-    alone = sum(float(v.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
+    alone = sum(float(v.options.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
     if solution.keeping:
         alone += seconds_again(problem, solution.choice, solution.keeping)
     return Outcome(

@@ -25,8 +25,7 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import Broadcast, Kind, Partial, Replicate, Shard, placement_from_code
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Text
-from ..graph.nodes import mark, region_of
-from ..graph.origins import compute_again, computed_again
+from ..graph.nodes import compute_again, computed_again, mark, region_of
 from ..graph.port import Port, Role
 from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload, overload_name_of, schema_of
 from .plan import Plan

@@ -121,7 +121,7 @@ def _operator(
 
 def _types(node: fx.Node) -> tuple[str, ...]:
     made = value(node)
-    return tuple(described(each) for each in (made if isinstance(made, (tuple, list)) else (made,)))
+    return tuple(map(described, made if isinstance(made, (tuple, list)) else (made,)))
 
 
 def _memory(held: HeldBytes, vertices: Sequence[Vertex]) -> Memory:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from ...strategy.basics.afterwards import uncollected
+from ...strategy.basics.blocks import uncollected
 from ...strategy.basics.files import first_problem, json_of, read, save
 from ...strategy.errors import StrategyError, shown
 from ...strategy.notation import counted

@@ -18,13 +18,11 @@ from ...strategy.errors import Problem, StrategyError
 from ...strategy.layout import Layout, layout
 from ...strategy.placement import placement_from_code
 from ..cost.conversion import Codes, ConversionTable, Mask
-from ..graph.graph import Graph
+from ..graph.graph import Graph, constant_nodes
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
-from ..graph.queries import constant_nodes
 from ..minsum.network import among
-from ..problem.cost_tables import restricted
-from ..problem.problem import Edge, Options, SearchProblem, Vertex, VertexKind
+from ..problem.problem import Edge, Options, SearchProblem, Vertex, VertexKind, restricted
 from ..search.exact import dynamic_programming
 from ..search.solution import Solution
 from ..search.within_memory import with_fates

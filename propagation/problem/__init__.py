@@ -7,7 +7,5 @@ options). Output: a `SearchProblem`, and its numbers for `minsum`. The formulas 
 formulate.py          from a graph to a problem
 operator_options.py   the options of an operator, and the cost of each by itself
 manual_option.py      the one option of a manual function
-weights_read.py       the weights that the backward reads
-problem.py            the problem as data, with the costs of converting its tensors
-cost_tables.py        the problem as `Costs` or as a `Network`
+problem.py            the problem as data, with the costs of converting its tensors; as `Costs` or as a `Network`
 """

@@ -22,30 +22,30 @@ from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import REPLICATE, Placement, Shard
 from ..cost.conversion import Codes, ConversionTable, Floats, tie
-from ..cost.operators import LOOKUPS, rates_of
-from ..graph.graph import Graph
+from ..cost.cost import LOOKUPS, rates_of
+from ..graph.graph import Graph, constant_nodes, differentiated, gradient_flow, recomputed, writing_in_place
 from ..graph.nodes import (
     Value,
     draws_random_numbers,
     is_view,
     name_of_call,
     operands,
+    operator_name,
+    rearranges,
     source_of,
     tensor_of,
     value,
     values_of,
 )
 from ..graph.port import Port, Role
-from ..graph.queries import constant_nodes, differentiated, gradient_flow, recomputed, writing_in_place
 from ..ops.collectives import constrain
 from ..ops.python.manual import call_manual
-from ..rules.custom import without_rule
+from ..rules.custom import Rows, without_rule
 from ..rules.rule import Rule
 from ..rules.table import is_elementwise, rule_of
 from .manual_option import option_of_manual
 from .operator_options import OperatorCall, cheapest, operator_options
 from .problem import Allowed, Edge, Fallback, Options, SearchProblem, Settings, TensorFacts, Vertex, VertexKind
-from .weights_read import weights_read
 
 
 def formulate(
@@ -127,7 +127,8 @@ class _Formulation:
         return table
 
     def _table_or_none(self, v: Value) -> ConversionTable | None:
-        return self._table(v) if isinstance(tensor_of(v), torch.Tensor) else None
+        known = self.tables.get((v, False))
+        return known or (self._table(v) if isinstance(tensor_of(v), torch.Tensor) else None)
 
     def _once(self, key: object, make: Callable[[], tuple[Rule | None, Options]]) -> tuple[Rule | None, Options]:
         """The result of `make`, shared by vertices with the same key."""
@@ -166,8 +167,8 @@ class _Formulation:
         if table.states not in self.resting:
             rests = [isinstance(p, Shard) or p == REPLICATE for p in table.states]
             self.resting[table.states] = np.flatnonzero(np.array(rests)[table.digits].all(axis=1))
-        codes = self.resting[table.states]
-        return tuple(table.layouts[code] for code in codes[table.nearly_even[codes]])
+        codes, layouts = self.resting[table.states], table.layouts
+        return tuple(layouts[code] for code in codes[table.nearly_even[codes]])
 
     def _split_at_rest(self, table: ConversionTable, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts under enable_parallel_optimizer: split as far as possible, or whole if the parameter is small."""
@@ -233,7 +234,7 @@ class _Formulation:
         marks = node in self.recomputed, node in self.in_place
         key = _signature(node, self.constants), tables, near, batched, marks
         rule, options = self._once(
-            key, lambda: self._options_of_call(node, sources, produced, None if near else batched)
+            key, lambda: self._options_of_call(node, sources, produced, tables, None if near else batched)
         )
         if rule is None:
             self._note_unknown(node)
@@ -243,14 +244,20 @@ class _Formulation:
         return rule, options
 
     def _options_of_call(
-        self, node: fx.Node, sources: tuple[Value, ...], produced: tuple[Value, ...], batched: tuple[bool, ...] | None
+        self,
+        node: fx.Node,
+        sources: tuple[Value, ...],
+        produced: tuple[Value, ...],
+        tables: tuple[ConversionTable | None, ...],
+        batched: tuple[bool, ...] | None,
     ) -> tuple[Rule | None, Options]:
-        """The rule and options of a call. `batched`: the operands led by the batch; None: ignored near annotations."""
+        """The rule and options of a call. `tables`: of its operands, then its results; `batched`: the operands led by
+        the batch; None: ignored near annotations."""
         rule = rule_of(node, self.settings.rules)
-        results = tuple(map(self._table_or_none, produced))
+        results = tables[len(sources) :]
         call = OperatorCall(
             rule=rule,
-            operands=tuple(map(self._table_or_none, sources)),
+            operands=tables[: len(sources)],
             results=results,
             dtype=next(
                 (tensor_of(v).dtype for v, table in zip(produced, results, strict=True) if table), torch.float32
@@ -288,7 +295,7 @@ class _Formulation:
     # -- vertices and edges
 
     def _append(self, vertex: Vertex, produced: tuple[Value, ...]) -> int:
-        if not vertex.options:
+        if not vertex.options.unary.size:
             where = f"operator {vertex.name}"
             raise StrategyError(
                 "no strategy is left", [Problem(where, "its annotations contradict each other", "drop one of them")]
@@ -384,3 +391,48 @@ def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ..
         return argument if isinstance(argument, int | float | str | None) else repr(argument)
 
     return node.target, frozen(node.args), tuple((key, frozen(a)) for key, a in node.kwargs.items())
+
+
+# -- The parameters that the backward reads: what was gathered of them is kept, or gathered again. Of three operators,
+# embedding(table, ids), linear(x, w, b) and y + e, it reads w, for the gradient of x, and none of table, b and e, which
+# only take a gradient
+
+
+def weights_read(graph: Graph, flows: frozenset[Value], recomputed: frozenset[fx.Node], own: Rows) -> frozenset[Value]:
+    """The parameters, and values made from them by `rearranges` alone, that the backward reads. (A bias or a table of
+    embeddings only gets a gradient.) Operators in `recomputed` read all their operands again."""
+    weights = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
+    users = []
+    for node in graph.nodes:
+        sources = [source_of(operand) for operand in operands(node)]
+        if node.target is not operator.getitem and not weights.isdisjoint(sources):
+            users.append((node, sources))
+            if rearranges(node) and weights.issuperset(sources):
+                weights.update(values_of(node))
+    read: set[Value] = set()
+    for node, sources in reversed(users):
+        results = values_of(node)
+        if weights.issuperset(results):
+            read.update(sources if not read.isdisjoint(results) else ())
+        elif not flows.isdisjoint(results):
+            reads = _reads(node, [source in flows for source in sources], own)
+            read.update(s for i, s in enumerate(sources) if s in weights and (node in recomputed or reads(i)))
+    return frozenset(read)
+
+
+def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]:
+    """Whether the backward of `node` reads operand i: not if it is linear in it, jointly with all operands to which a
+    gradient goes (`flows`)."""
+    rule = rule_of(node, own)
+    # `convolution_backward` takes all operands for their sizes
+    takes_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
+
+    def reads(i: int) -> bool:
+        if rule is None:
+            return True
+        if i in rule.additive:
+            return False
+        together = max((linear for linear in rule.linear if i in linear), key=len, default=None)
+        return takes_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
+
+    return reads

@@ -13,16 +13,15 @@ import torch
 from torch import fx
 
 from ...strategy.layout import Layout, layout
-from ...strategy.placement import BROADCAST
-from ..cost.conversion import ConversionTable, Floats, step_kind
-from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds
-from ..cost.operators import rates_of
+from ...strategy.placement import BROADCAST, step_kind
+from ..cost.conversion import ConversionTable, Floats
+from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds, rates_of
 from ..graph.nodes import Value, bytes_of, is_view, operands, source_of, tensor_of, values_of
 from ..manual.flows import gradients_inside
 from ..manual.manual import TracedManual
 from ..manual.writing import ManualConversion, WrittenManual, written
 from ..ops.by_hand import COLLECTIVES
-from ..ops.kinds import payload_of_whole
+from ..ops.collectives import payload_of_whole
 from ..ops.python.manual import manual_of
 from ..rules.table import rule_of
 from .problem import Options, Settings

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...strategy.placement import BROADCAST, REPLICATE, Partial, Placement
-from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of, step_kind
+from ...strategy.placement import BROADCAST, REPLICATE, Partial, Placement, step_kind
+from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
 from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds
 from ..cost.rates import OperatorRates
-from ..ops.kinds import payload_of_whole
+from ..ops.collectives import payload_of_whole
 from ..rules.rule import AxisOption, Exchange, Rule, axis_options, hops_of
 from .problem import Options, Settings
 
@@ -151,11 +151,12 @@ def _every(call: OperatorCall, rule: Rule, choices: tuple[AxisOption, ...], sett
     sizes = np.array(settings.mesh.sizes)
     exist = np.ones(len(picks), dtype=bool)
     devices, parts = np.ones(len(picks)), np.ones(len(picks))
+    uneven = rule.uneven
     for factor, size in rule.sizes.items():
         splits = np.array([choice.factor == factor for choice in choices])[picks]
         cuts = np.where(splits, sizes, 1).prod(axis=1)
         filled = (cuts <= size) | (size in settings.short)
-        exist &= (size % cuts == 0) | (filled & (factor in rule.uneven))
+        exist &= (size % cuts == 0) | (filled & (factor in uneven))
         devices *= cuts
         parts *= max(size, 1) / -(-max(size, 1) // cuts)
     names = tuple(rule.sizes)

@@ -17,14 +17,19 @@ producer's and the consumer's layout of one tensor, forward and backward. Annota
 
 Values that depend on no parameter and no input of the call (masks, rotary tables, constants) have no vertex:
 every rank has them whole and cuts its part at no cost, so they couple nothing.
+
+`costs_of` has the numbers of a problem, all of them written out; `network_of` is for when they are too many. For the
+three operators above, `unary` has the cost of each option, three columns of two numbers; `pairs` has two tables of
+2 x 2, the costs of converting the tensor between two operators. Equal operators, as in repeated layers, share an array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +48,7 @@ from ..cost.profile import DeviceProfile
 from ..graph.graph import Graph
 from ..graph.nodes import Value, tensor_of
 from ..graph.port import Port
+from ..minsum.network import Between, Converting, Costs, Matrix, Network, network
 from ..rules.custom import Rows
 from ..rules.rule import Rule
 from ..rules.tensors.reductions import MAXIMA
@@ -280,7 +286,9 @@ class TensorFacts:
         Outputs, and parameters that the parallel optimizer keeps in parts, may be gathered even if the settings keep
         splits (`stay_split`).
         """
-        tensor = tensor_of(v)
+        tensor, partial = tensor_of(v), "sum"
+        if v.node.target in MAXIMA and v not in self.differentiable:
+            partial = "max"  # which has no dual
         in_parts = settings.shard_parameters is not None and v.node in self.parameters
         weights = settings.weights
         if settings.grouped and v.node in self.parameters:
@@ -288,7 +296,7 @@ class TensorFacts:
         return conversion_table(
             tuple(tensor.shape),
             tensor.element_size(),
-            self._partial_of(v),
+            None if tensor.dtype is torch.bool else partial,
             v in self.flows,
             settings.mesh,
             settings.profile,
@@ -297,13 +305,6 @@ class TensorFacts:
             again=bool(settings.regather) and v in self.weights,
             short=settings.short.intersection(tensor.shape),
         )
-
-    def _partial_of(self, v: Value) -> str | None:
-        """The reduction of `v` under Partial: None if there is no Partial, "max" for a maximum without a gradient
-        (Partial(max) has no dual)."""
-        if tensor_of(v).dtype is torch.bool:
-            return None
-        return "max" if v.node.target in MAXIMA and v not in self.differentiable else "sum"
 
 
 @dataclass(frozen=True)
@@ -369,3 +370,89 @@ def _cheapest(options: Options) -> Iterator[str]:
         yield f"    splits {split} -> {', '.join(map(str, option.results))}    # {cost}"
     if len(options) > _SHOWN:
         yield f"    and {len(options) - _SHOWN} more"
+
+
+# -- The numbers of a problem
+
+MANY_PAIRS = 4e7  # pairs of options above which they are not written out: 320 MB
+
+
+def costs_of(problem: SearchProblem) -> Costs:
+    """The numbers of `problem`; those of parallel edges are summed. Equal structures share one array."""
+    shared: dict[object, Floats] = {}
+
+    def once(key: object, make: Callable[[], Floats]) -> Floats:
+        if key not in shared:
+            shared[key] = make()
+        return shared[key]
+
+    pairs: dict[tuple[int, int], Floats] = {}
+    for ends, edges in _by_ends(problem).items():
+        key = tuple(_structure(problem, edge) for edge in edges)
+        pairs[ends] = once(key, partial(_written_out, problem, edges))
+    return Costs(tuple(v.options.unary for v in problem.vertices), pairs)
+
+
+def network_of(problem: SearchProblem) -> Network:
+    """The network of `problem`, with its costs written out only if they are few."""
+    if is_written_out(problem):
+        return network(costs_of(problem))
+    unary = tuple(v.options.unary for v in problem.vertices)
+    return Network(unary, tuple((ends, _between(problem, edges)) for ends, edges in _by_ends(problem).items()))
+
+
+def is_written_out(problem: SearchProblem) -> bool:
+    """Whether its costs are few enough to be written out."""
+    return are_few(pairs_of(problem))
+
+
+def are_few(pairs: int) -> bool:
+    """Whether the costs of this number of pairs of options may be written out."""
+    return pairs <= MANY_PAIRS
+
+
+def pairs_of(problem: SearchProblem) -> int:
+    """The number of pairs of options of all edges, counting each structure once."""
+    sizes = {_structure(problem, edge): math.prod(map(len, edge.codes(problem.vertices))) for edge in problem.edges}
+    return sum(sizes.values())
+
+
+def restricted(problem: SearchProblem, kept: list[Codes]) -> SearchProblem:
+    """`problem` with only some options of each vertex, by number."""
+    shared: dict[tuple[int, bytes], Options] = {}
+    vertices = []
+    for vertex, rows in zip(problem.vertices, kept, strict=True):
+        key = (id(vertex.options), rows.tobytes())
+        if key not in shared:
+            shared[key] = vertex.options.take(rows)
+        vertices.append(replace(vertex, options=shared[key]))
+    return replace(problem, vertices=tuple(vertices))
+
+
+def _by_ends(problem: SearchProblem) -> dict[tuple[int, int], list[Edge]]:
+    """The edges between the same two vertices."""
+    edges: dict[tuple[int, int], list[Edge]] = {}
+    for edge in problem.edges:
+        edges.setdefault((edge.producer, edge.consumer), []).append(edge)
+    return edges
+
+
+def _structure(problem: SearchProblem, edge: Edge) -> tuple[int, ...]:
+    """A key for the costs of an edge: edges with equal keys have the same costs."""
+    ends = id(problem.vertices[edge.producer].options), id(problem.vertices[edge.consumer].options)
+    return id(edge.table), *ends, edge.result, edge.operand
+
+
+def _between(problem: SearchProblem, edges: list[Edge]) -> Between:
+    if len(edges) == 1:
+        return Converting(edges[0].table, *edges[0].codes(problem.vertices))
+    return Matrix(_written_out(problem, edges))
+
+
+def _written_out(problem: SearchProblem, edges: list[Edge]) -> Floats:
+    """The sum of the costs of parallel edges."""
+    matrices = [edge.matrix(problem.vertices) for edge in edges]
+    if len(matrices) == 1:
+        return matrices[0]
+    total: Floats = np.sum(matrices, axis=0)
+    return total

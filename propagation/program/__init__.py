@@ -14,7 +14,7 @@ local operators and conversions, the same on every rank, in which every collecti
     apart.py            the backwards of outputs that are differentiated one after another
     schedule.py         the predicted schedule; timeline.py writes it, or a measured one, as a file for Perfetto
 
-The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/kinds.py`.
+The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/collectives.py`.
 """
 
 from __future__ import annotations

@@ -10,13 +10,11 @@ from torch import fx
 
 from ...strategy.basics.units import human, lasting
 from ...strategy.mesh import Mesh
-from ...strategy.placement import Kind, Placement, kind
-from ..cost.conversion import step_kind
+from ...strategy.placement import Kind, Placement, kind, step_kind
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from ..graph.printer import Notes
-from ..ops.collectives import convert, convert_group, kind_of
-from ..ops.kinds import payload_of_whole
+from ..ops.collectives import convert, convert_group, kind_of, payload_of_whole
 
 PHASES = ("forward", "backward")
 _NAMED = 4  # tensors of a group that are named at most
@@ -67,7 +65,7 @@ class Conversion:
 class Collective:
     """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
 
-    payload_bytes   as defined for the kind in `propagation/ops/kinds.py`
+    payload_bytes   as defined for the kind in `propagation/ops/collectives.py`
     wire_bytes      sent by one rank
     predicted_time  seconds, by the device profile
     where, path     the operator that required the conversion, and the module it is in

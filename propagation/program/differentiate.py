@@ -20,8 +20,18 @@ from torch import fx
 from ...strategy.errors import CaptureError, VerifyError
 from ...strategy.placement import BROADCAST, REPLICATE
 from ..graph.graph import Text
-from ..graph.nodes import calls_of, is_port, mark, operator_name, region_of, returned_by
-from ..graph.origins import inherit, number, position, tracing
+from ..graph.nodes import (
+    calls_of,
+    inherit,
+    is_port,
+    mark,
+    number,
+    operator_name,
+    position,
+    region_of,
+    returned_by,
+    tracing,
+)
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
 from ..ops.recurrent import rnn_layer

@@ -13,8 +13,7 @@ from ...strategy.placement import PARTIAL, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import is_port, returned_by
 from ..graph.port import Role
-from ..ops.collectives import convert, kind_of
-from ..ops.kinds import is_reduction
+from ..ops.collectives import convert, is_reduction, kind_of
 from .program import Program
 
 aten = torch.ops.aten

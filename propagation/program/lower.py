@@ -26,10 +26,13 @@ from ..cost.conversion import ConversionStep, once_more, with_cuts
 from ..graph.graph import Text
 from ..graph.nodes import (
     Value,
+    compute_again,
     draws_random_numbers,
+    inherit,
     is_pointwise,
     mark,
     module_path,
+    note_operator,
     operands,
     operator_name,
     region_of,
@@ -38,7 +41,6 @@ from ..graph.nodes import (
     tensor_of,
     values_of,
 )
-from ..graph.origins import compute_again, inherit, note_operator
 from ..graph.port import Port, Role
 from ..manual.flows import gradients_inside
 from ..manual.manual import TracedManual

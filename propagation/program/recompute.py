@@ -19,8 +19,16 @@ from torch import fx
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Shard, kind, placement_from_code
 from ..graph.graph import Text
-from ..graph.nodes import calls_of, draws_random_numbers, is_pointwise, is_view, region_of, returned_by
-from ..graph.origins import compute_again, computed_again
+from ..graph.nodes import (
+    calls_of,
+    compute_again,
+    computed_again,
+    draws_random_numbers,
+    is_pointwise,
+    is_view,
+    region_of,
+    returned_by,
+)
 from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in

@@ -1,10 +1,21 @@
 """The predicted schedule of one step on one rank: when each operator and each collective runs.
 
-There are two lanes. Operators run on the compute lane in the order of the graph. Collectives are issued at their place
-in the graph and run one after another on the communication lane; a queued one has a shorter latency. While both lanes
-run they may slow each other down, by the factors of the profile: on a CPU they share its cores. An operator that reads
-the result of a collective waits for it, and so do all operators behind it. This is how a rank runs its graph
-(`runtime/executors/execute.py`). The backward starts when all of the forward has ended.
+Five nodes of a graph, in this order, with the seconds that each takes alone:
+
+    node             seconds    lane             starts    ends
+    a                2          compute          0         2
+    all_reduce(a)    3          communication    2         5
+    b = f(a)         2          compute          2         4
+    all_reduce(b)    2          communication    5         7       the lane is free at 5
+    all_reduce(a)+1  1          compute          5         6       waits for its operand
+
+The step takes 7 s. Operators run for 5 of them, so 2 s of communication are exposed.
+
+Operators run on the compute lane in the order of the graph. Collectives are issued at their place in the graph and run
+one after another on the communication lane; a queued one has a shorter latency. While both lanes run, each may slow the
+other down by the factors of the profile: on a CPU they share the cores. An operator that reads the result of a
+collective waits for it, and so do all later operators. This is how a rank runs its graph
+(`runtime/executors/execute.py`). The backward starts after the forward has ended.
 
 The times of operators are those of `propagation/cost/cost.py`, with PyTorch's formulas for the FLOPs of matrix
 products, convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless
@@ -28,13 +39,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from ..cost.cost import collective_cost, operator_seconds
-from ..cost.operators import LOOKUPS, rates_of
+from ..cost.cost import LOOKUPS, collective_cost, operator_seconds, rates_of
 from ..cost.profile import ALONE, DeviceProfile, Together
 from ..cost.rates import VIEW
 from ..graph.nodes import is_pointwise, is_view, operands
-from ..ops.collectives import convert, convert_group, kind_of
-from ..ops.kinds import WORTH_A_CALL, payload_bytes
+from ..ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
 from ..torch_internals import FakeTensorMode
 from .timeline import COMMUNICATION, COMPUTE, Span
 

@@ -294,7 +294,8 @@ def _piece(
         for node in nodes
     )
     regions: dict[int, int] = {}
-    marks = tuple(None if (r := region_of(node)) is None else regions.setdefault(r, len(regions)) for node in nodes)
+    marked = list(map(region_of, nodes))
+    marks = tuple(None if r is None else regions.setdefault(r, len(regions)) for r in marked)
     outputs = tuple(node for node in nodes if any(user not in place for user in node.users))
     return Piece(
         nodes=tuple(nodes),

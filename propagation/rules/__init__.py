@@ -9,8 +9,7 @@ before that, the calls that an expansion replaces it by. How to add an operator:
     local_forms.py       helpers of local forms: constants by rank, slices, replaced arguments
     windows.py           the range of an operand that a range of the result depends on
     builder.py           adds the nodes of expansions
-    table.py             the one merge of all families: `rule_of`, `has_row`, ROWS and EXPANSIONS
-    expand.py            the pass that replaces operators by their expansions
+    table.py             the one merge of all families: `rule_of`, `has_row`, ROWS, EXPANSIONS and `expand`
     custom.py            rules that users give to operators (`partway.rule`)
     layers/, tensors/    one family of operators a module: its rules, local forms, expansions, and at the end the rows
                          (ROWS) and expansions (EXPANSIONS) that the table merges;

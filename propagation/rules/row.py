@@ -60,14 +60,14 @@ def parse_row(row: Row, node: fx.Node) -> Rule:
     if len(specs) > len(places):
         places = [tensors[i : i + 1] for tensors in places for i in range(max(len(tensors), 1))]
     present = [
-        (spec, tensor, position)
+        (spec, shape(tensor), position)
         for position, (spec, tensors) in enumerate(zip(specs, places, strict=False))
         for tensor in tensors
     ]
     sizes: dict[str, int] = {}
-    dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
+    dims = tuple(_dims(spec.lstrip("+"), size, sizes) for spec, size, _ in present)
     results = tuple(_dims(spec, size, sizes) for spec, size in specified_results(result_specs, node))
-    dims = tuple(_spread(d, shape(tensor), sizes) for d, (_, tensor, _) in zip(dims, present, strict=True))
+    dims = tuple(_spread(d, size, sizes) for d, (_, size, _) in zip(dims, present, strict=True))
     flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
     reduce, whole = (_named(text, sizes) for text in (row.reduce, row.whole))
     linear = [
@@ -117,7 +117,7 @@ def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
         if "Tensor" in str(argument.type):
             passed = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             every: Any = passed if isinstance(passed, list | tuple) else (passed,)
-            arguments.append((argument.name, tuple(one for one in every if is_tensor(one))))
+            arguments.append((argument.name, tuple(filter(is_tensor, every))))
     return arguments
 
 

@@ -25,10 +25,10 @@ import torch
 from torch import fx
 
 from ...strategy.cut import Cut, SliceWindow
-from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
+from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard, sharded
 from ..graph.nodes import operands, value
 from ..ops import indexing
-from ..ops.kinds import Bytes
+from ..ops.collectives import Bytes
 from .windows import Halo
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each dim, major first; () cannot be split
@@ -302,13 +302,13 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
         elif dim < 0:
             return None
         else:
-            placed.append(Shard(dim))
+            placed.append(sharded(dim))
     results: list[Placement] = []
     for dims in rule.results:
         dim = _dim_of(dims, factor, rule.sizes)
         if (dim is None and factor not in rule.reduce) or (dim is not None and dim < 0):
             return None
-        results.append(Partial(rule.reduce_by) if dim is None else Shard(dim))
+        results.append(Partial(rule.reduce_by) if dim is None else sharded(dim))
     return AxisOption(factor, tuple(placed), tuple(results))
 
 

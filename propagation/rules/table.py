@@ -2,11 +2,17 @@
 
 A new operator is a row in the file of its family, and a test. An operator without a row still computes the right
 result: it runs replicated on every device (`rule_of` returns None), with a warning that shows the rule to write.
+
+Before it is planned, `expand` replaces operators that cannot be computed from local parts by operators that can. A mean
+is a sum divided by the *global* count; batch statistics are sums; a loss that averages over its valid targets is a sum
+divided by a count. After this pass each of them splits like any sum, and conversions do the rest (the local element
+count never enters).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +20,8 @@ import torch
 from torch import fx
 
 from ..graph.nodes import draws_random_numbers, is_pointwise, operands, results_of, value
-from .builder import Expansion
+from ..ops.random_numbers import RandomNumbers
+from .builder import Builder, Expansion, Keys
 from .custom import Rows, own_rule
 from .layers import (
     adaptive_pools,
@@ -110,8 +117,10 @@ def rule_of(node: fx.Node, own: Rows = _NONE) -> Rule | None:
 
 def _where_addends_add_up(rule: Rule, node: fx.Node) -> Rule:
     """`rule`, linear only in operands whose dtypes allow it (`add_up`)."""
+    if not rule.linear:
+        return rule
     results = [result.dtype for result in results_of(node)]
-    given = [value(operand).dtype for operand in operands(node)]
+    given = [tensor.dtype for tensor in map(value, operands(node))]
     linear = tuple(both for both in rule.linear if all(add_up(given[i], dtype) for i in both for dtype in results))
     return rule if linear == rule.linear else replace(rule, linear=linear)
 
@@ -142,3 +151,49 @@ def is_elementwise(node: fx.Node) -> bool:
     if node.target in ROWS:
         return node.target in pointwise.ELEMENTWISE
     return has_row(node.target) and not draws_random_numbers(node)
+
+
+# -- The pass that replaces operators by their expansions
+
+
+def expand(
+    module: fx.GraphModule,
+    batch_norm_parts: int = 1,
+    random_numbers: RandomNumbers = RandomNumbers.COUNTER,
+    own: Collection[Any] = (),
+) -> dict[fx.Node, fx.Node]:
+    """Replace every node of `module` that has an expansion, recursively (in place; capture owns the module). Operators
+    in `own` stay: users gave them rules.
+
+    Returns the last value of each input that an operator wrote to without torch.export noticing. Raises StrategyError
+    for a training BatchNorm whose batch `batch_norm_parts` does not divide.
+    """
+    written: dict[fx.Node, fx.Node] = {}
+    by_torch = random_numbers is RandomNumbers.TORCH
+    keys = None if by_torch else Keys(module.graph, stream=random_numbers is RandomNumbers.RANK)
+    queue = deque(module.graph.nodes)
+    while queue:
+        node = queue.popleft()
+        expansion = EXPANSIONS.get(node.target) if node.op == "call_function" else None
+        if expansion is None or node.target in own:
+            continue
+        builder = Builder(module.graph, node, batch_norm_parts, written, keys)
+        new = expansion(builder, node)
+        queue.extendleft(reversed(builder.added))
+        if new is not None:
+            _replace(module.graph, node, new)
+    return {old: new for old, new in written.items() if old.op == "placeholder"}
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node | tuple[fx.Node | None, ...]) -> None:
+    """Replace `node` by `new`. With several results, each getitem is replaced by its own; one that is None stays."""
+    if isinstance(new, fx.Node):
+        node.replace_all_uses_with(new)
+    else:
+        for item in list(node.users):
+            replacement = new[item.args[1]]  # type: ignore[index]
+            if replacement is not None:
+                item.replace_all_uses_with(replacement)
+                graph.erase_node(item)
+    if not node.users:
+        graph.erase_node(node)

@@ -4,7 +4,7 @@ Input: a `SearchProblem` (room `problem`). Output: a `Solution`, one option for 
 objective, each with the function that computes it: docs/design/planning.md, "The objective".
 
 search.py           the entry `search`, and the table of search modes, a row each
-exact.py            dynamic_programming, by `minsum`; its bound is reported with the plan of every mode
+exact.py            dynamic_programming, with `minsum`; its bound is reported with the plan of every mode
 propagate.py        sharding_propagation: from the annotations to their neighbours
 recursive.py        recursive_programming: one mesh axis after another
 within_memory.py    the search under a memory limit: strategies and fates (room `memory`) together

@@ -1,10 +1,8 @@
 """dynamic_programming: the exact search, whose bound is reported with the plan of every mode.
 
-Three operators with two options each have three columns and two tables of 2 x 2, which are written out: elimination
-proves 4. On four axes a table has a million entries and more, and is not written out.
-
-If all costs may be written out they go to `optimum`, which eliminates. If they are too many, options are left out
-first.
+The three operators of `minsum` have three columns of 2 costs and two tables of 2 x 2, which are small enough to be
+written out: `optimum` eliminates them and proves that the minimum is 4. On a mesh of four axes a table has a million
+entries and more. It is not written out, and `optimum_of_many` rules options out first.
 """
 
 from __future__ import annotations
@@ -12,12 +10,10 @@ from __future__ import annotations
 import math
 
 from ..minsum.eliminate import TABLE_LIMIT
-from ..minsum.found import Found
 from ..minsum.many import optimum_of_many
-from ..minsum.network import Costs
+from ..minsum.network import Costs, Found
 from ..minsum.optimum import optimum
-from ..problem.cost_tables import are_few, costs_of, is_written_out, network_of
-from ..problem.problem import SearchProblem
+from ..problem.problem import SearchProblem, are_few, costs_of, is_written_out, network_of
 from .recursive import recursive_programming
 from .solution import Solution, solution_of
 

@@ -1,7 +1,7 @@
-"""sharding_propagation: strategies spread from the annotations, each vertex taking what suits its neighbours.
+"""sharding_propagation: strategies spread from the annotations, and vertices take their cheapest options in turn.
 
-Of three operators, x * 2, relu and a sum, with x annotated as split by rows: x * 2 takes rows split, since that
-converts nothing; then relu does, beside x * 2; then the sum, which leaves addends for the output to sum.
+`relu(x * 2).sum()` with x split by rows, `[x:S0]`: x * 2 splits rows, since that needs no conversion, and so does relu.
+The sum then has the layout `[x:P]`, partial sums, and an all-reduce converts it into the output `[x:R]`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..minsum.visits import propagate, revisit
-from ..problem.cost_tables import network_of
-from ..problem.problem import Options, SearchProblem, VertexKind
+from ..problem.problem import Options, SearchProblem, VertexKind, network_of
 from .solution import Solution
 
 
 def sharding_propagation(problem: SearchProblem) -> Solution:
-    """Go breadth-first from the annotated vertices (the inputs, if none is annotated), then revisit while it pays.
+    """Visit vertices breadth-first from the annotated ones (the inputs, if none is annotated), then revisit them.
 
     Several starts are tried, and the cheapest plan is returned: from the annotations; from the inputs, so that an
     annotation cannot spoil unrelated parts; and from the inputs split by their leading dim, which is data parallelism.

@@ -1,8 +1,8 @@
 """recursive_programming: one mesh axis after another, each solved exactly given the axes before it.
 
-Three operators on a mesh of 2 x 2, each with rows split or whole on either axis, four options: the two that leave the
-second axis whole are compared first. If rows split on the first axis is cheapest for all three, the two options that
-split rows there are compared next: rows split or whole on the second axis.
+On a 2 x 2 mesh an operator that may split rows on each axis has four options. The search first compares the two that
+leave rows whole on the second axis. If splitting rows on the first axis is cheapest for all operators, it then compares
+the two options that do so: rows split or whole on the second axis.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 
 from ..cost.conversion import Codes, tie
 from ..minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from ..problem.cost_tables import costs_of, restricted
-from ..problem.problem import SearchProblem
+from ..problem.problem import SearchProblem, costs_of, restricted
 from .solution import Solution
 
 

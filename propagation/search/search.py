@@ -1,9 +1,10 @@
-"""The one entry: `search`, and the table of search modes.
+"""The entry `search`, and the table of search modes.
 
-Of the three operators of `minsum`'s page, from the first one: dynamic_programming finds 0, 0, 0 for 4 and proves it;
-sharding_propagation propagates to 1, 1, 0 for 6 and revisits to 0, 0, 0. The bound of both is 4.
+For the three operators of `minsum`, dynamic_programming finds 0, 0, 0, which costs 4, and proves that it is optimal.
+sharding_propagation, from the first operator, propagates to 1, 1, 0, which costs 6, and revisits to 0, 0, 0. The bound
+of both is 4.
 
-A mode is a row of `SEARCHES`. The exact search runs under every mode, to give the bound.
+A mode is a row of `SEARCHES`. The exact search runs in every mode, since it proves the bound.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SEARCHES: Mapping[SearchMode, Search] = {
 
 def find(problem: SearchProblem, mode: SearchMode) -> Solution | None:
     """The strategies that `mode` finds by itself, without a bound and fates; None if it takes those of the exact
-    search. (If they cost more on one mesh than a plan on another, the exact search can be skipped there.)"""
+    search. (If they cost more than a plan on another mesh, the exact search can be skipped on this one.)"""
     own = SEARCHES[mode].find
     return own(problem) if own else None
 

@@ -1,7 +1,7 @@
 """The result of a search.
 
-For three operators with the options 0, 0, 0 at a cost of 4 and a bound of 4 it is `Solution((0, 0, 0), 4, 4)`, proven;
-`verify_solution` adds up the 4 again, from the costs of options and conversions.
+For the three operators of `minsum` it is `Solution((0, 0, 0), 4, 4)`: the options, the cost and the bound, which are
+equal, so the plan is proven optimal. `verify_solution` adds up the cost again from those of options and conversions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ...strategy.errors import VerifyError
 from ..memory.backward_memory import HeldBytes
 from ..memory.keeping import Keeping, cost_with_fates
-from ..minsum.found import Found
+from ..minsum.network import Found
 from ..problem.problem import SearchProblem
 
 
@@ -33,7 +33,7 @@ class Solution(Found):
     of_other_sizes   the given plan was found by a search for tensors of other sizes
     keeping    the fates of results and conversions; None: not searched for
     held       the bytes on a device during the backward
-    binding    the cheapest plan would hold more than the memory limit, so that this one is another
+    binding    the cheapest plan would exceed the memory limit, so this is another one
     ends       the predicted end of its step, if the search predicted it
     """
 

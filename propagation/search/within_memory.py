@@ -1,11 +1,17 @@
-"""The search under a memory limit: strategies, what is kept and what is computed again, as one decision.
+"""The search under a memory limit: strategies, kept results and recomputed results are one decision.
 
-Say three plans of three operators: A costs 10 and holds 8 bytes, B 12 and 4, C 16 and 3; the limit is 4. At a price of
-0.5 A and B come to 10 + 4 = 12 + 2 = 14 and C to 17.5. So any plan within the limit costs at least 14 - 0.5 * 4 = 12:
-B, which costs 12, is proven.
+There are three plans, and the limit is 4 bytes:
 
-If the limit does not bind, the strategies are those of the cheapest plan, and results that cost nothing to recompute
-are not kept. Otherwise strategies and fates are searched for together, at a price of a byte.
+    plan    cost    bytes    cost + 0.5 * bytes
+    A         10        8    14
+    B         12        4    14
+    C         16        3    17.5
+
+At the price 0.5 of a byte no plan costs less than 14, so a plan within the limit costs at least 14 - 0.5 * 4 = 12. B
+costs 12 and is proven optimal.
+
+If the limit is not binding, the strategies are those of the cheapest plan, and results that cost nothing to recompute
+are not kept. Otherwise the search chooses strategies and fates together, at a price per byte.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import networkx
 import numpy as np
 from torch import fx
 
+from ...strategy.basics.blocks import tell
 from ...strategy.basics.units import human
 from ...strategy.errors import DoesNotFitError, StrategyError
 from ..cost.conversion import Codes, Floats
@@ -27,14 +34,11 @@ from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from ..memory.needs import Needs, needs_of
 from ..memory.stretches import SHORTEST, stretches_of
 from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
-from ..minsum.found import Found
 from ..minsum.narrow import Narrowing
-from ..minsum.network import Costs
+from ..minsum.network import Costs, Found
 from ..minsum.optimum import optimum
-from ..minsum.progress import tell
 from ..minsum.reduce import reduced
-from ..problem.cost_tables import network_of
-from ..problem.problem import AMONG, Recompute, SearchProblem, Settings
+from ..problem.problem import AMONG, Recompute, SearchProblem, Settings, network_of
 from .solution import Solution
 
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
@@ -53,8 +57,8 @@ LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough; the f
 
 @dataclass(frozen=True)
 class Point:
-    """A plan with its fates: its cost, and the bytes that a device holds while each vertex runs, `modelled` as prices
-    count them and `held` in truth.
+    """A plan with its fates: its cost, and the bytes that a device holds while each vertex runs, `modelled` as the
+    prices count them and `held` by the timeline.
 
     numbers       its options with fates, as `KeepProblem.costs` numbers them
     kept_prices   the price at each vertex of a byte that is kept for it, by which the plan decides whether a conversion
@@ -112,15 +116,15 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     """The cheapest plan found that keeps to the memory limit of `problem`, with a bound on the cost of any such plan.
     `free`: the cheapest one without a limit. Raises DoesNotFitError if none is found.
 
-    Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
-    the cheapest plan changes from one that fits to one that does not: the price at which the last two plans cost the
-    same is tried until neither is beaten (Handler & Zang, "A dual algorithm for the constrained shortest path
-    problem", 1980). Equal layers change all at once, so parts of the two plans are mixed, as far as that fits; and if
-    a gap is left, fates are chosen alone, with the strategies of either.
+    Lagrangian relaxation: for any price p per byte the minimum of `cost + p * (memory - limit)` is a bound. The best
+    price is where the cheapest plan changes from one that fits to one that does not: the search tries the price at
+    which the last two plans cost the same, until neither is beaten (Handler & Zang, "A dual algorithm for the
+    constrained shortest path problem", 1980). Equal layers change together, so parts of the two plans are mixed as
+    far as they fit. If a gap is left, only fates are chosen, with the strategies of either plan.
 
-    The recomputed values of a stretch are there all at once, and values between stretches are kept: if no plan is
-    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. If a search
-    is much work, only promising options are considered, with and without a price of a byte: see `_promising`.
+    All recomputed values of a stretch are held at once, and values between stretches are kept. So if no plan is found,
+    or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. If a search is much
+    work, only promising options are considered (`_promising`).
     """
     needs = needs_of(problem.graph, problem.tensors.flows)
     first, limit = kept_for_free(problem, free.choice, needs), problem.settings.memory_limit
@@ -144,8 +148,8 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
 
 
 def has_room(problem: SearchProblem, choice: tuple[int, ...]) -> bool:
-    """Whether a plan with these strategies surely fits, whatever it keeps: if all its tensors and converted tensors
-    were there at once, with their gradients and as much again."""
+    """Whether a plan with these strategies certainly fits, whatever it keeps: three times the bytes of all its tensors
+    and converted tensors are within the limit."""
     limit, vertices = problem.settings.memory_limit, problem.vertices
     if limit is None:
         return True
@@ -160,7 +164,7 @@ def _cost(found: tuple[Point, float]) -> float:
 
 
 def _cuts(whole: KeepProblem) -> Iterator[tuple[int, ...]]:
-    """The ways to cut a graph into stretches, one after the other."""
+    """The ways to cut a graph into stretches, in the order in which they are tried."""
     yield whole.stretches
     yield tuple(number // 2 for number in whole.stretches)
     if len(whole.problem.vertices) <= FEW_VERTICES:
@@ -175,9 +179,9 @@ def _best(whole: KeepProblem, free: Solution, limit: float, first: Point) -> tup
 
 
 def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepProblem, float]:
-    """`whole` with so few options of each vertex that the cheapest plan at a price is little work, and a lower bound on
-    the cost of a plan with another option: keeping less costs time and saves none, so that a bound without a limit is
-    one with it. The options of `free` are kept, and the promising ones with and without a price of a byte.
+    """`whole` with so few options of each vertex that finding the cheapest plan at a price is little work, and a lower
+    bound on the cost of a plan with another option. (Keeping less never saves time, so a bound without a limit holds
+    under any limit.) The options of `free` are kept, and the most promising ones with and without a price per byte.
     """
     worth: list[list[Floats]] = []
     some, dropped = whole, math.inf
@@ -195,7 +199,7 @@ def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepPr
 def _most_worth(
     problem: SearchProblem, free: Solution, worth: list[list[Floats]], many: int
 ) -> tuple[list[Codes], float]:
-    """For each vertex the option of `free` and the `many` best ones by each of `worth`; and a lower bound on the cost
+    """For each vertex, the option of `free` and the `many` best ones by each of `worth`; and a lower bound on the cost
     of a plan with another option, by the first of `worth`. Vertices that share options keep the same."""
     alike: dict[int, set[int]] = {}
     for i, vertex in enumerate(problem.vertices):
@@ -240,7 +244,7 @@ def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Poin
 
 def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
     """Plans that each hold less at their peak than the one before, and cost more: `free`, the cheapest, with its free
-    fates, then the optimum at one price of a byte after the other."""
+    fates, then the optimum at each of a rising series of prices per byte."""
     needs = needs_of(problem.graph, problem.tensors.flows)
     first = kept_for_free(problem, free.choice, needs)
     yield _solution(free, first, free.bound)
@@ -296,8 +300,8 @@ class _Search:
         return best, self.bound(free, best)
 
     def _bracket(self, free: Solution) -> tuple[Point, Point]:
-        """A plan that does not fit, and one that does: the price of a byte rises, at the times when too many are held.
-        Such times change with the plan: those of the last plan count, or if that leads nowhere, those of all."""
+        """A plan that does not fit, and one that does. The price of a byte rises at the times at which the last plan
+        held too many; if that finds no plan that fits, at those of all plans so far."""
         least = self.first
         for forgetting in (True, False):
             above, price = self.first, 1e-2 * free.cost / self.limit
@@ -361,7 +365,7 @@ class _Search:
         return parts
 
     def bound(self, free: Solution, point: Point) -> float:
-        """A lower bound on the cost of any plan that fits. Bytes that the search does not count are taken as those of
+        """A lower bound on the cost of any plan that fits, if the bytes that the search does not count are those of
         `point`."""
         room = self.limit - (point.held - point.modelled)
         bound = max([free.bound, *(dual - float(prices @ room) for prices, dual in self.tried)])
@@ -397,12 +401,12 @@ def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: f
 
 
 def _next_to_nothing(settings: Settings) -> float:
-    """A price of a byte at which only free results are computed again."""
+    """A price per byte at which only free results are computed again."""
     return CHEAP * settings.weights.compute / settings.profile.memory_bandwidth
 
 
 def _outweighing(problem: SearchProblem) -> float:
-    """A price of a byte that outweighs everything else, within the precision of floats."""
+    """A price per byte that outweighs everything else, within the precision of floats."""
     heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
     return 1e6 / max(heaviest, 1.0)
 
@@ -412,7 +416,7 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
 
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitError:
-    """The error that no plan keeps to the limit; `least`: the plan with the lowest peak."""
+    """The error that no plan fits the limit; `least`: the plan with the lowest peak."""
     of, always = problem.problem, least.when.always
     phase, at = least.when.moment
     held = [*((size, name) for name, size in always.items())]

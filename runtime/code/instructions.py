@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...propagation.ops.kinds import payload_bytes
+from ...propagation.ops.collectives import payload_bytes
 from ...propagation.program.collective import Conversion
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Placement, Shard

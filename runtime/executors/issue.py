@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...propagation.ops.kinds import WORTH_A_CALL
+from ...propagation.ops.collectives import WORTH_A_CALL
 from ...strategy.cut import SliceWindow, Strip
 from ...strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
 from ...strategy.torch_mesh import has_nccl

@@ -17,10 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from ...propagation.graph.nodes import bytes_of, is_view, returned_by
-from ...propagation.graph.origins import computed_again
-from ...propagation.ops.collectives import convert, convert_group, kind_of
-from ...propagation.ops.kinds import WORTH_A_CALL
+from ...propagation.graph.nodes import bytes_of, computed_again, is_view, returned_by
+from ...propagation.ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of
 from ...propagation.program.program import Program
 from ...strategy.placement import Kind, Shard, placement_from_code
 from ..code.assemble import members_late, operands_of, relayout_of

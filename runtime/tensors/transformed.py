@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...propagation.torch_internals import parameters_in, untransformed
-from ...strategy.basics.afterwards import afterwards
+from ...strategy.basics.blocks import afterwards
 from .gather import gather
 
 

@@ -1,12 +1,12 @@
 """Helpers of all stages, independent of sharding.
 
 choice              enums that are strings
-files, afterwards   atomic writes of files, blocks that clean up
+files               atomic writes of files
+blocks              blocks that clean up, and what a thread is capturing and planning
 suggest             names that a person may have meant
 units, extras       sizes and times in readable units, and how to install an extra
 kits                the doors through which the core calls kits
 first_use           names of a package whose modules are imported when they are first used
-under_way           what a thread is capturing and planning
 """
 
 from __future__ import annotations

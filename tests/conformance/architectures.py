@@ -1,11 +1,12 @@
-"""Architectures of Hugging Face's transformers and diffusers, small and random, split over 8 simulated devices.
+"""Architectures of Hugging Face's transformers and diffusers, small and with random weights, split over 8 simulated
+devices.
 
     python tests/conformance/architectures.py --write        all; writes docs/coverage/architectures.md
-    python tests/conformance/architectures.py gpt2 mamba     these, printed
+    python tests/conformance/architectures.py gpt2 mamba     only these; prints the results
 
-Each runs in a process of its own. What was found is kept in out/architectures.jsonl, and `--write` goes on from there;
-`--fresh` forgets it. A cell is right if the loss, every gradient and every other output are those of one device, in
-float64: what transformers casts to float32 stays in float64 here, so that rounding hides nothing.
+Each runs in its own process. Results are kept in out/architectures.jsonl, and `--write` continues from there; `--fresh`
+discards them. A cell is right if the loss, every gradient and every other output equal those of one device, in float64.
+Values that transformers casts to float32 stay in float64 here, so that rounding hides no error.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Batch = dict[str, Any]
 
 
 def tokens(_: Any) -> Batch:
-    """Token ids, the last ones of a sample padded, and a label for each; ranks have unlike numbers of labels."""
+    """Token ids, with padding at the end of a sample, and a label for each; ranks have different numbers of labels."""
     ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE))
     mask = torch.ones(BATCH, SEQUENCE, dtype=torch.int64)
     mask[0, -2:] = 0
@@ -75,23 +76,23 @@ def unpadded(config: Any) -> Batch:
 
 
 def brief(config: Any) -> Batch:
-    """Half as many token ids and labels."""
+    """Half as many token ids and labels as in `unpadded`."""
     return {name: tensor[:, : SEQUENCE // 2] for name, tensor in unpadded(config).items()}
 
 
 def classified(config: Any) -> Batch:
-    """Token ids, padded, and a class for each sample."""
+    """Padded token ids, and a class for each sample."""
     return {**tokens(config), "labels": torch.randint(0, CLASSES, (BATCH,))}
 
 
 def images(config: Any) -> Batch:
-    """Images and a class for each."""
+    """Images, and a class for each."""
     side = getattr(config, "image_size", 32)
     return {"pixel_values": torch.randn(BATCH, 3, side, side), "labels": torch.randint(0, CLASSES, (BATCH,))}
 
 
 def films(config: Any) -> Batch:
-    """Short films and a class for each."""
+    """Short videos, and a class for each."""
     size = config.image_size
     return {
         "pixel_values": torch.randn(BATCH, config.num_frames, 3, size, size),
@@ -100,7 +101,7 @@ def films(config: Any) -> Batch:
 
 
 def masks(config: Any) -> Batch:
-    """Images and a class for each of their pixels."""
+    """Images, and a class for each pixel."""
     return {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, CLASSES, (BATCH, 32, 32))}
 
 
@@ -117,24 +118,24 @@ def pairs(config: Any) -> Batch:
 
 
 def spectra(config: Any) -> Batch:
-    """Spectra of speech, and its transcript."""
+    """Speech spectra, and their transcripts."""
     features = torch.randn(BATCH, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "labels": tokens(None)["labels"]}
 
 
 def frames(config: Any) -> Batch:
-    """Spectra of speech, time first, and its transcript."""
+    """Speech spectra with time as the first dim, and their transcripts."""
     features = torch.randn(BATCH, 2 * SEQUENCE, config.input_feat_per_channel)
     return {"input_features": features, "labels": tokens(None)["labels"].clamp(min=0)}
 
 
 def sounds(_: Any) -> Batch:
-    """Waves and a class for each."""
+    """Waveforms, and a class for each."""
     return {"input_values": torch.randn(BATCH, 640), "labels": torch.randint(0, CLASSES, (BATCH,))}
 
 
 def speech(_: Any) -> Batch:
-    """Waves and a transcript for each."""
+    """Waveforms, and a transcript for each."""
     return {"input_values": torch.randn(BATCH, 640), "labels": torch.randint(3, VOCABULARY, (BATCH, 3))}
 
 
@@ -147,7 +148,7 @@ def patched_audio(config: Any) -> Batch:
 
 
 def series(config: Any) -> Batch:
-    """Several series, and how they go on."""
+    """Several time series, and their continuations."""
     channels = config.num_input_channels
     return {
         "past_values": torch.randn(BATCH, config.context_length, channels),
@@ -156,7 +157,7 @@ def series(config: Any) -> Batch:
 
 
 def dated_series(config: Any) -> Batch:
-    """A series with what is known of its days, and how it goes on."""
+    """A time series with features of its days, and its continuation."""
     past, days = config.context_length + max(config.lags_sequence), config.num_time_features
     return {
         "past_values": torch.randn(BATCH, past),
@@ -168,7 +169,7 @@ def dated_series(config: Any) -> Batch:
 
 
 def noisy(_: Any) -> Batch:
-    """Noisy images, how far each is gone, and the noise."""
+    """Noisy images, the time step of each, and the noise."""
     return {
         "sample": torch.randn(BATCH, 3, 16, 16),
         "timestep": torch.randint(0, 1000, (BATCH,)),
@@ -206,7 +207,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 class Denoiser(nn.Module):
-    """The loss of a diffusion model: how far its guess of the noise is off."""
+    """The loss of a diffusion model: the error of its prediction of the noise."""
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
@@ -219,7 +220,7 @@ class Denoiser(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions of a U-Net, between which the time is told."""
+    """Two convolutions of a U-Net, with the time step added between them."""
 
     def __init__(self, inner: int, outer: int, time: int) -> None:
         super().__init__()
@@ -234,7 +235,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Ho et al.'s U-Net in small: two sizes of image, attention on the smaller one, skips between them."""
+    """A small version of Ho et al.'s U-Net: two image sizes, attention on the smaller one, skips between them."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -291,9 +292,9 @@ class Architecture:
 
     build    the model, in the default dtype
     batch    a batch for a model of this config
-    note     what a person has to set
+    note     what a user has to set
     needs    a package that is not among Partway's test dependencies
-    refused  what the CaptureError of one that cannot be captured says
+    refused  the text of the CaptureError, if it cannot be captured
     """
 
     family: str
@@ -628,7 +629,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 class InDouble(TorchFunctionMode):
-    """What is cast to float32 stays in float64."""
+    """Keeps values in float64 that are cast to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -642,9 +643,9 @@ def _doubled(given: Any) -> Any:
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """The same model, whose forward stays in float64."""
+    """The same model, with a forward that stays in float64."""
     for module in model.modules():
-        if vars(module).get("dtype") is torch.float32:  # what a router computes in
+        if vars(module).get("dtype") is torch.float32:  # the dtype of a router
             module.dtype = torch.float64
     kind: Any = type(model)
 
@@ -658,7 +659,7 @@ def in_double(model: nn.Module) -> nn.Module:
 
 
 def build(name: str) -> nn.Module:
-    """A model of the table, in float64 and in training."""
+    """A model of the table, in float64 and in training mode."""
     torch.manual_seed(0)
     with InDouble():
         model = ARCHITECTURES[name].build()
@@ -666,7 +667,7 @@ def build(name: str) -> nn.Module:
 
 
 def batch_for(name: str, model: nn.Module) -> Batch:
-    """Its batch."""
+    """The batch of a model."""
     torch.manual_seed(1)
     return ARCHITECTURES[name].batch(getattr(model, "config", None))
 
@@ -677,7 +678,7 @@ def batch_split(batch: Batch, axis: str) -> dict[str, Any]:
 
 
 def block_split(model: nn.Module, axis: str, count: int) -> dict[str, Any]:
-    """`parameter_plan` for the matrices of the first block: the longer dim of each, as Megatron-LM splits them."""
+    """`parameter_plan` for the matrices of the first block: the longer dim of each, as in Megatron-LM."""
     plan = {}
     for path, parameter in first_block(model).items():
         rows, columns = parameter.shape[:2]
@@ -689,7 +690,7 @@ def block_split(model: nn.Module, axis: str, count: int) -> dict[str, Any]:
 
 
 def first_block(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices of the first module in a list that has two of them, by name."""
+    """The matrices of the first module in a list with at least two modules, by name."""
     for path, module in model.named_modules():
         if path.endswith(".0"):
             found = {f"{path}.{n}": p for n, p in module.named_parameters() if p.ndim >= 2}
@@ -723,7 +724,7 @@ SETUPS: Mapping[str, Callable[[nn.Module, Batch], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What was found of an architecture in one set-up. `status` is right, refused or WRONG."""
+    """The result of an architecture in one set-up. `status` is right, refused or WRONG."""
 
     name: str
     setup: str
@@ -742,7 +743,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computes."""
+    """The results of one device."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -758,7 +759,7 @@ def train(model: nn.Module, batch: Batch) -> Reference:
 
 
 def tensors_in(value: Any, path: str = "result") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a result by their places, those of caches among them."""
+    """The tensors in a result by their paths, including those of caches."""
     if isinstance(value, Tensor):
         yield path, value.detach()
     elif isinstance(value, Mapping):
@@ -772,7 +773,8 @@ def tensors_in(value: Any, path: str = "result") -> Iterator[tuple[str, Tensor]]
 
 
 def differences(found: Reference, expected: Reference) -> list[str]:
-    """What is not alike, worst first; rounding leaves 1e-10, and of what cancels 100 units of the largest gradient."""
+    """The differences, largest first. Rounding may cause 1e-10, and cancellation 100 units of rounding of the largest
+    gradient."""
     wrong: dict[str, float] = {}
     sides = (found.outputs, expected.outputs), (found.gradients, expected.gradients)
     for other, own in sides:
@@ -801,7 +803,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def check(name: str, setup: str, expected: Reference) -> Cell:
-    """One architecture in one set-up against one device."""
+    """Compare one architecture in one set-up with one device."""
     from partway.strategy.errors import PartwayError
 
     model = build(name)
@@ -855,7 +857,7 @@ def in_a_process(
     check: Callable[[str], Iterator[Cell]] = check_all,
     setups: Iterable[str] = tuple(SETUPS),
 ) -> list[Cell]:
-    """`check` in a process of its own, which has `seconds`."""
+    """Run `check` in its own process, for at most `seconds`."""
     _PROCESSES.set_forkserver_preload(["partway", "transformers"])
     ours, theirs = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_send_cells, args=(check, name, theirs))
@@ -895,7 +897,7 @@ def run_all(names: list[str], workers: int = 2) -> Iterator[list[Cell]]:
 
 
 def kept() -> dict[str, list[Cell]]:
-    """What is known of each architecture from before."""
+    """Earlier results of each architecture."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     known: dict[str, list[Cell]] = {}
     for cell in (Cell(**json.loads(line)) for line in lines):
@@ -910,22 +912,22 @@ Written by `python tests/conformance/architectures.py --write`; do not edit. tor
 {count} architectures, small (2 layers, width 32, 8 heads, a batch of 8) and random, in training, on 8 simulated
 devices:
 
-| set-up | mesh | what is annotated |
+| set-up | mesh | annotated |
 | --- | --- | --- |
 | batch | 8 | the batch dim of every input |
 | first block | 8 | the matrices of the first block, each along its longer dim; nothing else |
-| 2 x 4 | 2 x 4 | the batch over the one axis, the first block over the other |
+| 2 x 4 | 2 x 4 | the batch over one axis, the first block over the other |
 
-All else is inferred. **Right** is a cell whose loss, every gradient and every other output (caches too) are those of
-one device in float64, to 1e-10. Beside it: how many collectives a step has, and the seconds of the first step on one
-core (capture, planning, differentiation, and the step itself on all 8 ranks in one process). `fallbacks` are operators
-without a rule, which run replicated.
+All other layouts are inferred. A cell is **right** if its loss, every gradient and every other output (also caches)
+equal those of one device in float64, to 1e-10. It also has the number of collectives of a step, and the seconds of the
+first step on one core (capture, planning, differentiation, and the step itself on all 8 ranks in one process).
+`fallbacks` are operators without a rule, which run replicated.
 
 {totals}"""
 
 
 def page(known: Mapping[str, list[Cell]]) -> str:
-    """The page of all results."""
+    """The page with all results."""
     families = list(dict.fromkeys(architecture.family for architecture in ARCHITECTURES.values()))
     cells = [cell for name in ARCHITECTURES for cell in known.get(name, [])]
     counts = {status: sum(cell.status == status for cell in cells) for status in ("right", "refused", "WRONG")}

@@ -1,4 +1,4 @@
-"""The command line of the scripts that run named models and write a page of what came out."""
+"""The command line of scripts that run named models and write a page of the results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def arguments(description: str | None, results: Path) -> argparse.Namespace:
-    """The command's arguments. `results`, the file of what was found before, is forgotten if it is told to."""
+    """The arguments of the command. `results`, the file with earlier results, is deleted if the command requests it."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--write", action="store_true", help="write the page of all results")
-    parser.add_argument("--fresh", action="store_true", help="forget what was found before")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
     given = parser.parse_args()
     if given.fresh:
         results.unlink(missing_ok=True)

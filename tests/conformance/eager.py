@@ -1,14 +1,14 @@
-"""PyTorch's own samples of its operators, run eagerly on what is split, on gloo processes, against plain tensors.
+"""PyTorch's samples of its operators, run eagerly on split tensors, on gloo processes, and compared with plain tensors.
 
     python tests/conformance/eager.py                         all entries on 2 and on 4 processes
     python tests/conformance/eager.py --only norm --ranks 2
     python tests/conformance/eager.py --write                 docs/coverage/eager.md
     python tests/conformance/eager.py --device cuda --ranks 2 over NCCL, on one GPU
 
-Of each sample every tensor in turn, and then all of them, is what a script meets around a sharded model: a parameter
-(a leaf that has a gradient), a gradient or a state of an optimizer (without one), or a partial value; each split along
-every dim, evenly and unevenly as its size has it, on 4 processes over two axes. Results, gradients for random
-cotangents, and what operators in place leave behind must be those of one device.
+In each sample every tensor in turn, and then all of them, is a value that a script finds in a sharded model: a
+parameter (a leaf with a gradient), a gradient or a state of an optimizer (without one), or a partial value. Each is
+split along every dim, evenly or unevenly by its size, on 4 processes over two axes. Results, gradients for random
+cotangents, and tensors after operators in place have to equal those of one device.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SAMPLES = 4  # of an entry, evenly spread
 DIMS = 2  # of a tensor that are split
 STATUSES = "right", "refused", "random", "raw", "wrong"
 MEANING = {
-    "right": "the numbers of one device, or the error that PyTorch raises for plain tensors too",
-    "refused": "an error that says what to write instead",
-    "random": "draws numbers, or returns memory as it is; shapes and dtypes are right",
+    "right": "the results of one device, or the error that PyTorch raises for plain tensors too",
+    "refused": "an error that names an alternative",
+    "random": "random numbers or uninitialized memory; shapes and dtypes are right",
     "raw": "another error",
-    "wrong": "other numbers",
+    "wrong": "other results",
 }
 
 
@@ -51,14 +51,14 @@ def name_of(info: Any) -> str:
 
 
 def entries() -> dict[str, Any]:
-    """The entries that take float64, or else float32, by name."""
+    """The entries that take float64, or otherwise float32, by name."""
     from torch.testing._internal.common_methods_invocations import op_db  # imports SciPy, which takes seconds
 
     return {name_of(info): info for info in op_db if not info.dtypes.isdisjoint({torch.float64, torch.float32})}
 
 
 def examine(names: Sequence[str], most: int = SAMPLES) -> list[dict[str, Any]]:
-    """On a rank: what the entries `names` gave."""
+    """On a rank: the results of the entries `names`."""
     from torch.distributed.tensor import DTensor
 
     assert DTensor
@@ -102,14 +102,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cases(info: Any, given: Any, gradient: bool) -> Iterator[tuple[str, str, str]]:
-    """Of a sample, each way in which its tensors are split: what, what became of it, and why."""
+    """For each way to split the tensors of a sample: its name, its status, and the reason."""
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
     leaves, spec = tree_flatten(((given.input, *given.args), dict(given.kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def called(op: Callable[..., Any], values: dict[int, Any]) -> tuple[Any, list[Tensor]]:
-        """The result of a call in which some tensors are others, and their gradients."""
+        """The result of a call with some tensors replaced, and their gradients."""
         own = [values.get(i, _fresh(leaf)) for i, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(own, spec)
         torch.manual_seed(0)
@@ -162,12 +162,12 @@ def _splits(leaves: list[Any], places: list[int], gradient: bool) -> Iterator[tu
 
 
 def _may_be(leaf: Tensor, kind: str, gradient: bool) -> bool:
-    """Whether a tensor may be a parameter, or a partial value."""
+    """Whether a tensor can be a parameter, or a partial value."""
     return {"parameter": gradient and leaf.requires_grad, "partial": leaf.is_floating_point()}.get(kind, True)
 
 
 def _split(leaf: Tensor, dim: int, kind: str) -> Any:
-    """The tensor as a rank of a sharded model has it."""
+    """The tensor as it is on a rank of a sharded model."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -259,7 +259,7 @@ def _difference(found: Any, expected: Any, undefined: bool) -> str | None:
 
 
 def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together: int = 8) -> Iterator[dict[str, Any]]:
-    """The results of `names`, from a pool of `ranks`; what ends a rank is raw."""
+    """The results of `names`, from a pool of `ranks`; an entry that ends a rank is raw."""
     pool = Pool(ranks)
     left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
     while left:
@@ -279,14 +279,14 @@ def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together:
     pool.close()
 
 
-HEAD = """# Operators on what is split
+HEAD = """# Operators on split tensors
 
-Around a sharded model a script meets its parameters, their gradients and states of optimizers, which lie split under a
-launcher. The samples of PyTorch's database of operators (`op_db`) are run here on such tensors, {samples} of each
-entry, on {ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and all at once, is a
-parameter, a gradient, or a partial value, split along up to two of its dims; operators in place, too. Results,
-gradients and what is left behind are compared with plain PyTorch {version}, in float64.
-`python tests/conformance/eager.py --write` writes this page; a slice of it is run by `make test`.
+A script with a sharded model also uses its parameters, their gradients and the states of optimizers, which are split
+under a launcher. Here the samples of PyTorch's database of operators (`op_db`) run on such tensors, {samples} of each
+entry, on {ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and then all of them, is a
+parameter, a gradient, or a partial value, split along up to two of its dims, also for operators in place. Results,
+gradients and written tensors are compared with plain PyTorch {version}, in float64.
+`python tests/conformance/eager.py --write` writes this page; `make test` runs a part of it.
 
 | processes | entries | {statuses} |
 | --: | --: | {rule} |
@@ -295,7 +295,7 @@ gradients and what is left behind are compared with plain PyTorch {version}, in 
 {meanings}
 """
 NOT_RIGHT = """
-What is refused, and why:
+Refused cases, with the first error of each entry:
 
 | entry | processes | cases | the first |
 | --- | --: | --: | --- |
@@ -322,7 +322,7 @@ def page(results: dict[int, list[dict[str, Any]]], most: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
+    parser.add_argument("--only", default="", help="entries whose names match this regular expression")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -1,13 +1,13 @@
-"""Random programs, split at random over simulated ranks, against one device.
+"""Random programs, split randomly over simulated ranks, and compared with one device.
 
     python tests/conformance/fuzz.py --programs 10000 --seed 0
-    python tests/conformance/fuzz.py --programs 1 --seed 4711 --shrink     one program, minimised where it fails
+    python tests/conformance/fuzz.py --programs 1 --seed 4711 --shrink     one program, minimized if it fails
 
-A program is a small module made of a seed: its arguments (with strides of all kinds), parameters and modules inside,
-and a few lines of Python. With it come a mesh, annotations, options and a way to train. Outputs, the gradients of
-arguments and parameters, updated parameters and buffers have to be those of one device, in float64. An error of Partway
-is a refusal, counted by what it says; any other error, where plain PyTorch has none, is a failure as a wrong number is.
-A failure is minimised (lines, annotations, options, sizes) and printed as a program to paste into a test.
+A program is a small module generated from a seed: its arguments (with strides of all kinds), parameters, submodules,
+and a few lines of Python. It comes with a mesh, annotations, options and a way of training. Outputs, the gradients of
+arguments and parameters, and updated parameters and buffers have to equal those of one device, in float64. An error of
+Partway is a refusal, counted by its message. Any other error is a failure if plain PyTorch raises none, and so is a
+wrong number. A failure is minimized (lines, annotations, options, sizes) and printed as a program to paste into a test.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ TOLERANCE = 1e-9
 COARSE = {"float32": 2e-4, ".float()": 2e-4, "bfloat16": 0.1}  # of programs that cast to these
 
 
-# -- What programs are written with ------------------------------------------------------------------------------------
+# -- Vocabulary of programs --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Now:
-    """The step that runs, which has arguments of its own; and whether one device runs it."""
+    """The running step, which has its own arguments, and whether it runs on one device."""
 
     step: int = 0
     plain: bool = False
@@ -64,7 +64,7 @@ _now = _Now()
 
 
 def T(shape: Sequence[int], seed: int) -> Tensor:
-    """Normal numbers."""
+    """Normal random numbers."""
     return torch.randn(_now.shape(shape), generator=torch.Generator().manual_seed(1000 * _now.step + seed))
 
 
@@ -79,7 +79,7 @@ def P(shape: Sequence[int], seed: int) -> nn.Parameter:
 
 
 def C(value: Tensor, strategy: tuple[Any, ...]) -> Tensor:
-    """A constraint on the way; on one device nothing."""
+    """A constraint inside the program; the identity on one device."""
     return value if _now.plain else pw.shard(lambda x: x, (strategy,))(value)
 
 
@@ -91,7 +91,7 @@ NAMES = {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "T": T, "I"
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of forward: an expression for it, and whether its gradient is wanted."""
+    """An argument of forward: an expression for it, and whether it needs a gradient."""
 
     name: str
     text: str
@@ -100,7 +100,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of forward, and the names that it gives a value."""
+    """A line of forward, and the names of its values."""
 
     names: tuple[str, ...]
     text: str
@@ -110,10 +110,10 @@ class Line:
 class Setting:
     """How a program is split and trained. `mesh`: a dict of axis sizes, or the number of devices.
 
-    sizes       what becomes of a size of arguments, at each step
-    one         whether one device is Partway's own on a mesh of one, whose random numbers and parts of BatchNorm are
-                the same on every mesh; else it is plain PyTorch
-    cotangent   the strides of the gradients that go into backward
+    sizes       the size that replaces a size of arguments, at each step
+    one         whether the reference is Partway on a mesh of one, whose random numbers and parts of BatchNorm are the
+                same on every mesh; otherwise it is plain PyTorch
+    cotangent   the strides of the gradients passed to backward
     """
 
     mesh: Any = field(default_factory=lambda: {"a": 2})
@@ -141,7 +141,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Program:
-    """`members` are what `self` has: names, and expressions for them. A scalar that is returned first is the loss."""
+    """`members` are the attributes of `self`: names, and expressions for them. A scalar that is returned first is the
+    loss."""
 
     arguments: tuple[Argument, ...]
     members: tuple[tuple[str, str], ...]
@@ -171,7 +172,7 @@ class Program:
         )
 
     def as_test(self) -> str:
-        """A program to paste: nothing is wrong where `difference` is ''."""
+        """A program to paste into a test: it is right if `difference` is ''."""
         return f"{self}\n\nassert fuzz.difference(Model, arguments, fuzz.Setting({self.setting})) == ''\n"
 
     @property
@@ -195,7 +196,7 @@ Values = dict[str, Tensor | None]
 
 
 def _cotangent(kind: str, output: Tensor, seed: int) -> Tensor:
-    """The gradient of an output, with strides of its own."""
+    """The gradient of an output, with its own strides."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "expanded":
         return torch.randn((), generator=generator).to(output.dtype).expand(output.shape)
@@ -225,7 +226,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def trained(model: nn.Module, arguments: Callable[[], tuple[Tensor, ...]], setting: Setting) -> Iterator[Values]:
-    """Of each step the outputs, the gradients and what arguments became; at the end parameters and buffers."""
+    """The outputs, the gradients and the arguments after each step; finally the parameters and buffers."""
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[setting.optimizer](parameters) if setting.optimizer and parameters else None
     _now.sizes = setting.sizes
@@ -261,7 +262,7 @@ def _together(parts: Iterator[Values]) -> Values:
 
 @contextlib.contextmanager
 def _alone(plain: bool, dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """Default options, float64, and no sign of it afterwards."""
+    """Default options and float64 inside the block; the earlier settings afterwards."""
     before = torch.get_default_dtype()
     pw.reset_auto_parallel_context()
     pw.reset_algo_parameters()
@@ -349,15 +350,15 @@ def difference(
     setting: Setting,
     tolerance: float = TOLERANCE,
 ) -> str:
-    """What is first unlike one device, '' if nothing. Raises what `shard` and its calls raise."""
+    """The first difference from one device, '' if there is none. Raises the errors of `shard` and of its calls."""
     expected = on_one_device(build, arguments, setting)
     return unlike(split(build, arguments, setting), expected, tolerance)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program: right, refused, wrong, foreign (an error that is not Partway's), slow, or void: plain
-    PyTorch cannot do it, or rounding decides what it gives."""
+    """The outcome of a program: right, refused, wrong, foreign (an error that is not Partway's), slow, or void (plain
+    PyTorch cannot run it, or its result depends on rounding)."""
 
     kind: str
     reason: str = ""
@@ -367,7 +368,7 @@ class Outcome:
         return self.kind in ("wrong", "foreign", "slow")
 
     def alike(self, other: Outcome) -> bool:
-        """Whether both fail, and in the same way."""
+        """Whether both fail in the same way."""
         first, second = (re.sub(r"\d+", "#", o.reason.split("\n")[0])[:60] for o in (self, other))
         return self.failed and self.kind == other.kind and (self.kind == "wrong" or first == second)
 
@@ -381,7 +382,7 @@ def _ring(*_: Any) -> None:
 
 
 def checked(program: Program) -> Outcome:
-    """Run a program on one device and split."""
+    """Run a program on one device and split, and compare."""
     build, arguments = made(program)
     try:
         expected = on_one_device(build, arguments, program.setting)
@@ -409,7 +410,7 @@ def checked(program: Program) -> Outcome:
 
 
 def _shaky(program: Program, expected: Values) -> bool:
-    """Whether tiny changes of the arguments change what one device computes by far more."""
+    """Whether tiny changes of the arguments cause much larger changes on one device."""
     build, arguments = made(program)
     noise, tiny = torch.Generator().manual_seed(0), 1e-3 * program.tolerance
 
@@ -425,20 +426,20 @@ def _shaky(program: Program, expected: Values) -> bool:
 
 
 def _reason(error: PartwayError) -> str:
-    """What an error says, without its names and numbers."""
+    """The message of an error, without names and numbers."""
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
     text = " | ".join(lines[:2])
     return f"{type(error).__name__}: " + re.sub(r"\b[vxpm]?\d+\b|\[[^]]*\]", "#", text)[:160]
 
 
-# -- Programs at random ------------------------------------------------------------------------------------------------
+# -- Random programs ---------------------------------------------------------------------------------------------------
 
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 8, 11, 12, 13, 16)
 SIDES = (1, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 
 
 class Writer:
-    """Writes a program line by line, each tried at once on one device, so that every shape is known."""
+    """Writes a program line by line. Each line is run at once on one device, so that every shape is known."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -512,7 +513,8 @@ class Writer:
         return f"T(({at + 4},), {seed}).as_strided({shape}, {tuple(strides)}, {self.one(0, 3)})"
 
     def tensor(self, dims: Sequence[int] = (), test: Callable[[Tensor], bool] = lambda t: True) -> str:
-        """A value of floating point with one of so many dims; rather a late one; a new argument where there is none."""
+        """A floating-point value with one of these numbers of dims, preferably a late one, or a new argument if there
+        is none."""
         fits = [
             name
             for name, t in self.values.items()
@@ -540,7 +542,7 @@ class Writer:
         return self.random.randrange(-n, n)
 
     def like(self, name: str) -> str:
-        """A value of the same shape: of the program, a parameter, or an argument."""
+        """A value of the same shape: a value of the program, a parameter, or an argument."""
         shape = self.shape(name)
         fits = [n for n, t in self.values.items() if tuple(t.shape) == shape and t.is_floating_point()]
         if self.chance(0.7):
@@ -548,7 +550,7 @@ class Writer:
         return self.parameter(shape) if self.chance(0.5) else self.argument(shape)
 
     def broadcast(self, name: str) -> str:
-        """A value that is broadcast to its shape."""
+        """A value that broadcasts to its shape."""
         shape = self.shape(name)
         sizes = [1 if self.chance(0.4) else n for n in shape[self.random.randrange(len(shape) + 1) :]]
         return self.parameter(sizes) if self.chance(0.6) else self.argument(sizes)
@@ -568,7 +570,7 @@ class Writer:
     # lines
 
     def add(self, text: str, names: Sequence[str]) -> None:
-        """Add a line if it runs, is not too large, and keeps its numbers small."""
+        """Add a line if it runs, its value is not too large, and its numbers stay small."""
         space = {**NAMES, **self.values, "self": self.model}
         before = {n: (t, t._version) for n, t in self.values.items()}
         exec(text, space)
@@ -584,7 +586,7 @@ class Writer:
         self.lines.append(Line(tuple(names), text))
 
     def statement(self) -> None:
-        """Try some kinds of lines until one fits."""
+        """Try kinds of lines until one is possible."""
         for _ in range(30):
             kept = (len(self.arguments), len(self.members), dict(self.values))
             try:
@@ -607,10 +609,10 @@ class Writer:
 
 
 class Unfit(Exception):
-    """This kind of line does not fit here."""
+    """This kind of line is not possible here."""
 
 
-# Kinds of lines: what a line computes, as text; with how many values it gives, if it is not one.
+# Kinds of lines: the expression of a line, and its number of values, if it is not one.
 
 KINDS: list[Callable[[Writer], Any]] = []
 WEIGHTS: list[int] = []
@@ -1052,7 +1054,7 @@ def _lost(w: Writer) -> str:
 
 @kind(4)
 def _residual(w: Writer) -> str:
-    """A value and itself by way of permutations."""
+    """A value added to itself, with permutations between."""
     x = w.tensor((2, 3, 4))
     shape = w.shape(x)
     n = len(shape)
@@ -1225,7 +1227,8 @@ def _names(text: str) -> set[str]:
 
 
 def pruned(program: Program) -> Program:
-    """Without what its outputs do not need; and with the one device that its random numbers call for."""
+    """The program without the lines that its outputs do not need, and with the reference that its random numbers
+    require."""
     needed, lines = set(program.outputs), []
     for line in reversed(program.lines):
         if needed & set(line.names):
@@ -1260,7 +1263,7 @@ def _shapes(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def _renamed(program: Program, line: Line, name: str, other: str) -> Program:
-    """`program` without `line`, whose `name` is `other` from there on."""
+    """`program` without `line`, with `name` replaced by `other` in later lines."""
     at = program.lines.index(line)
 
     def put(text: str) -> str:
@@ -1328,7 +1331,7 @@ def _plainer_arguments(program: Program) -> Iterator[Program]:
 
 
 def _smaller_sizes(program: Program) -> Iterator[Program]:
-    """A number of the shapes, changed wherever it stands."""
+    """The program with one number of its shapes changed everywhere."""
     texts = (
         [a.text for a in program.arguments] + [t for _, t in program.members] + [line.text for line in program.lines]
     )
@@ -1348,7 +1351,7 @@ def _smaller_sizes(program: Program) -> Iterator[Program]:
 
 
 def shrunk(program: Program, outcome: Outcome, seconds: float = 120.0) -> tuple[Program, Outcome]:
-    """A smaller program that fails alike."""
+    """A smaller program with the same failure."""
     end = time.monotonic() + seconds
     ways = (_fewer_outputs, _without_lines, _plainer_settings, _plainer_arguments, _smaller_sizes)
     again = True
@@ -1379,7 +1382,7 @@ def shrunk(program: Program, outcome: Outcome, seconds: float = 120.0) -> tuple[
 
 @dataclass
 class Tally:
-    """How many programs became what."""
+    """The number of programs with each outcome."""
 
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -1398,7 +1401,7 @@ class Tally:
 
 
 def one(seed: int) -> tuple[int, Program, Outcome]:
-    """The program of a seed, and what became of it."""
+    """The program of a seed, and its outcome."""
     program = generate(seed)
     return seed, program, checked(program)
 
@@ -1416,12 +1419,12 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--shrink", action="store_true", help="minimise what fails")
+    parser.add_argument("--shrink", action="store_true", help="minimize failing programs")
     parser.add_argument("--print", action="store_true", help="print every program")
     given = parser.parse_args()
     torch.set_num_threads(1)
     faulthandler.enable()
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # of errors that are caught
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # it logs errors that are caught
     tally, started = Tally(), time.monotonic()
     for seed, program, outcome in run(range(given.seed, given.seed + given.programs), given.processes):
         tally.add(seed, program, outcome)

@@ -1,12 +1,12 @@
-"""Every layer of torch.nn in float64, float32 and bfloat16, in training and in evaluation, forward and backward: its
-batch split over two ranks, in one process and on two processes of gloo, on one device's numbers.
+"""Every layer of torch.nn in float64, float32 and bfloat16, in training and in evaluation mode, forward and backward:
+with the batch split over two ranks, in one process and on two gloo processes, compared with one device.
 
-    python tests/conformance/layers.py                  what was not yet run
-    python tests/conformance/layers.py LSTM GRU         these
-    python tests/conformance/layers.py --write          docs/coverage/layers.md, of all results
+    python tests/conformance/layers.py                  all without results
+    python tests/conformance/layers.py LSTM GRU         only these
+    python tests/conformance/layers.py --write          docs/coverage/layers.md, from all results
 
-Kernels differ by dtype: what one gives may be more, less, or lie otherwise in memory than what another does. The calls
-are PyTorch's own samples (`module_db`), and those below for layers that it has none of.
+Kernels differ by dtype, also in the number of their results and in strides. The calls are PyTorch's own samples
+(`module_db`), and those below for layers without samples.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from partway.strategy.errors import PartwayError
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "layers.md"
 RESULTS = ROOT / "out" / "layers.jsonl"
-# Of a gradient whose addends cancel, as that of a bias before a norm, bfloat16 leaves a digit, on one device too. Where
-# a ReLU meets what is nearly zero, it may leave none: then the bound is what one device gives for nudged operands.
+# If the addends of a gradient cancel, as for a bias before a norm, bfloat16 leaves one right digit, on one device too.
+# Near the zero of a ReLU it may leave none: the tolerance is then the difference of one device for nudged operands.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-5, torch.bfloat16: 1e-1}
 NUDGES = 16
 MOST = 2  # calls of a layer in each dtype and mode
@@ -49,7 +49,7 @@ STATUSES = {
     "wrong": "other numbers",
     "raw": "an error that is neither",
 }
-# No layers by themselves, or none that runs on a CPU.
+# Not layers by themselves, or not runnable on a CPU.
 LEFT_OUT = {
     "Container", "DataParallel", "LazyConv1d", "LazyConv2d", "LazyConv3d", "LazyConvTranspose1d", "LazyConvTranspose2d",
     "LazyConvTranspose3d", "Module", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "RNNBase",
@@ -59,7 +59,7 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Call:
-    """A layer, and what it is called with."""
+    """A layer, and its arguments."""
 
     build: Callable[[], nn.Module]
     args: tuple[Any, ...]
@@ -68,7 +68,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of the calls of a layer in one dtype: how many of each status, and why, where not right."""
+    """The results of the calls of a layer in one dtype: how many have each status, and the reasons of those that are
+    not right."""
 
     layer: str
     dtype: str
@@ -97,7 +98,7 @@ def _labelled(dtype: torch.dtype) -> tuple[Any, ...]:
     return *_of((4, 6))(dtype), torch.arange(4)
 
 
-# How a layer is made, and what it is called with in a dtype.
+# The constructor of a layer, and its arguments in a dtype.
 OWN: dict[str, list[tuple[Callable[[], nn.Module], Callable[[torch.dtype], tuple[Any, ...]]]]] = {
     "AdaptiveLogSoftmaxWithLoss": [(lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 8, [2, 5]), _labelled)],
     "AlphaDropout": [(lambda: nn.AlphaDropout(0.3), _of(_ROWS))],
@@ -155,7 +156,7 @@ OWN: dict[str, list[tuple[Callable[[], nn.Module], Callable[[torch.dtype], tuple
 
 
 def layers() -> list[str]:
-    """The layers of torch.nn that the page is of."""
+    """The layers of torch.nn on the page."""
     classes = (kind for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.Module))
     return sorted({kind.__name__ for kind in classes} - LEFT_OUT)
 
@@ -184,12 +185,12 @@ def calls(layer: str, dtype: torch.dtype, training: bool) -> Iterator[Call]:
 
 
 def whole(t: Any) -> Any:
-    """A plain tensor of all values."""
+    """The plain tensor of all values."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def run(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
-    """Outputs, gradients and buffers of one call, with the numbers that one seed gives."""
+    """Outputs, gradients and buffers of one call, with the random numbers of one seed."""
     tensors, structure = flatten((call.args, call.kwargs))
     tensors = [fresh(t) for t in tensors]
     args, kwargs = structure.build(list(tensors))
@@ -219,7 +220,8 @@ def batch_split(module: nn.Module, call: Call) -> tuple[Any, ...]:
 
 
 def nudged(t: Any) -> Any:
-    """A tensor whose elements have the next larger or the next smaller value; other values as they are."""
+    """A tensor whose elements are the next larger or the next smaller floating-point numbers; other values
+    unchanged."""
     if not isinstance(t, Tensor) or not t.is_floating_point():
         return t
     away = torch.where(torch.rand(t.shape) < 0.5, torch.inf, -torch.inf).to(t.dtype)
@@ -229,7 +231,7 @@ def nudged(t: Any) -> Any:
 def without_last_digits(
     found: dict[str, Tensor | None], expected: dict[str, Tensor | None], module: nn.Module, call: Call
 ) -> dict[str, Tensor | None]:
-    """`found`, with values of `expected` where what one device gives for nudged operands is as far from these."""
+    """`found`, with the values of `expected` wherever one device differs as much for nudged operands."""
     spread: Counter[str] = Counter()
     for seed in range(NUDGES):
         torch.manual_seed(seed)
@@ -251,7 +253,7 @@ def distance(one: Tensor | None, other: Tensor | None) -> float:
 
 
 def outcome(call: Call, dtype: torch.dtype, training: bool) -> tuple[str, str]:
-    """The status of one call, and why where it is not right."""
+    """The status of one call, and the reason if it is not right."""
     torch.manual_seed(3)
     module = call.build().train(training)
     plain: Exception | None = None
@@ -276,7 +278,7 @@ def outcome(call: Call, dtype: torch.dtype, training: bool) -> tuple[str, str]:
 
 
 def examine(layer: str, dtype: torch.dtype) -> Cell:
-    """What becomes of a layer in a dtype, on the ranks of this process."""
+    """The results of a layer in a dtype, on the ranks of this process."""
     torch.manual_seed(7)  # the samples draw numbers, alike on every rank
     counts: Counter[str] = Counter()
     reasons: dict[str, None] = {}
@@ -303,15 +305,15 @@ def page(cells: list[Cell]) -> str:
         "",
         f"Written by `python tests/conformance/layers.py --write`; do not edit. torch {version}.",
         "",
-        f"{len(names)} layers of torch.nn, in training and in evaluation, forward and backward, each call with its",
-        "batch split over 2 ranks, as virtual devices of one process and as 2 processes on gloo. Kernels differ by",
-        "dtype, so each is tried in three. `make conformance` checks it.",
+        f"{len(names)} layers of torch.nn, in training and in evaluation mode, forward and backward, each call with",
+        "its batch split over 2 ranks, as virtual devices of one process and as 2 processes on gloo. Kernels differ by",
+        "dtype, so each layer is tested in three dtypes. `make conformance` checks this page.",
         "",
         "| | calls | |",
         "| --- | --: | --- |",
         *(f"| {status} | {total[status]} | {meaning} |" for status, meaning in STATUSES.items()),
         "",
-        "In a cell: the calls in one process, and those on two.",
+        "A cell has the results of the calls in one process and, if they differ, those on two.",
         "",
         f"| layer | {' | '.join(dtypes)} |",
         "| --- |" + " --- |" * len(dtypes),
@@ -332,7 +334,7 @@ def page(cells: list[Cell]) -> str:
 
 
 def kept() -> list[Cell]:
-    """What was found so far, the latest of each last."""
+    """The earlier results, the latest of each last."""
     if not RESULTS.exists():
         return []
     read = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
@@ -340,7 +342,7 @@ def kept() -> list[Cell]:
 
 
 def work(names: list[str]) -> None:
-    """Examine layers on the ranks of this process; the first one writes down what it found."""
+    """Examine layers on the ranks of this process; the first rank writes the results."""
     torch.set_num_threads(1)
     torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
     torch.backends.cudnn.allow_tf32 = False  # of float32 it would keep 10 bits

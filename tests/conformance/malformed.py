@@ -1,10 +1,11 @@
-"""Malformed arguments of every public function, and edited files: errors of Partway's own, nothing run, nothing wrong.
+"""Malformed arguments of every public function, and edited files: Partway raises its own errors, runs nothing, and
+gives no wrong result.
 
     python tests/conformance/malformed.py                       # 2,000 arguments, 400 plans, profiles and entries each
     python tests/conformance/malformed.py --arguments 100 --edits 20 --seed 7
 
-A case passes if it raises a PartwayError (or the TypeError with which Python refuses a call that a signature has not),
-or gives what one device gives. Cases follow from the seed: a failure is printed with what makes it again.
+A case passes if it raises a PartwayError (or Python's TypeError for a call that does not match a signature), or gives
+the results of one device. Cases are generated from the seed: a failure is printed with the seed that reproduces it.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ def g(x: Tensor, w: Tensor) -> Tensor:
 
 
 class WrongError(Exception):
-    """A result that is not that of one device."""
+    """A result that differs from one device."""
 
 
-# -- Cases and what becomes of them ------------------------------------------------------------------------------------
+# -- Cases and their outcomes ------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Found:
-    """How often cases were refused and how often they worked, and what went wrong."""
+    """The number of cases that were refused and that worked, and the failures."""
 
     refused: int = 0
     worked: int = 0
@@ -91,7 +92,7 @@ class Found:
 
 
 def examine(found: Found, name: str, case: Callable[[], object], canary: Path) -> None:
-    """Run one case and note what becomes of it."""
+    """Run one case and record its outcome."""
     try:
         with within(SECONDS), warnings.catch_warnings(action="ignore"):
             case()
@@ -119,7 +120,7 @@ def reset() -> None:
 
 
 def _is_of_the_call(error: TypeError) -> bool:
-    """Whether Python refused the call itself, here, or Partway in its words one of a function that was given to it."""
+    """Whether Python refused this call, or Partway refused with Python's message a call of a given function."""
     if "and its call does not fit: " in str(error):
         return True
     trace = error.__traceback__
@@ -138,7 +139,7 @@ def _told(error: BaseException) -> str:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError where the block takes longer."""
+    """Raise TimeoutError if the block takes longer."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"longer than {seconds} s")
@@ -158,7 +159,7 @@ def same(found: Any, expected: Tensor) -> None:
 
 
 def step(model: Any, plain: Any = None) -> None:
-    """A call and its backward give what they give on one device."""
+    """Check that a call and its backward give the results of one device."""
     plain = plain if plain is not None else Net()
     x, y = (X.clone().requires_grad_() for _ in range(2))
     expected = plain(y)
@@ -176,7 +177,7 @@ def step(model: Any, plain: Any = None) -> None:
 
 
 class Canary:
-    """Unpickled or run, it makes a folder."""
+    """Makes a folder if it is unpickled or run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -378,7 +379,7 @@ TARGETS: dict[str, Callable[[Any], object]] = {
 
 
 def arguments(count: int, seed: int, folder: Path) -> Found:
-    """`count` pairs of a place for an argument and a value that it may be given by mistake; every place in turn."""
+    """`count` pairs of an argument of a function and a wrong value for it; every argument in turn."""
     found, draws = Found(), random.Random(seed)
     pairs = [(target, value) for target in TARGETS for value in VALUES]
     draws.shuffle(pairs)
@@ -417,7 +418,7 @@ SCALARS = (
 
 
 def edited(tree: Any, draws: random.Random) -> Any:
-    """A copy of JSON data with one to three changes in it."""
+    """A copy of JSON data with one to three changes."""
     found = copy.deepcopy(tree)
     for _ in range(draws.choice((1, 1, 1, 2, 3))):
         places = list(_places(found))
@@ -452,7 +453,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def bytes_of(text: bytes, draws: random.Random) -> bytes:
-    """A copy of bytes that were damaged: bits that flipped, an end or a middle that is missing, or more of them."""
+    """A copy of bytes with damage: flipped bits, a missing end or middle, or additional bytes."""
     found, at = bytearray(text), draws.randrange(len(text))
     match draws.randrange(5):
         case 0:
@@ -476,7 +477,8 @@ def _edit(text: bytes, draws: random.Random) -> bytes:
 
 
 def plans(count: int, seed: int, folder: Path) -> Found:
-    """`count` edits of a saved plan: read, shown, explained, followed, and taken for its parameters' layouts."""
+    """`count` edits of a saved plan, which is read, shown, explained, followed, and used for the layouts of
+    parameters."""
     found, draws, path = Found(), random.Random(seed), folder / "plan.json"
     text = (
         pw.compile(Net(), (X,), mesh=MESH, parameter_plan={"up.weight": ("tp", None)}).plan.model_dump_json().encode()
@@ -498,7 +500,7 @@ def plans(count: int, seed: int, folder: Path) -> Found:
 
 
 def profiles(count: int, seed: int, folder: Path) -> Found:
-    """`count` edits of a device profile: read, and planned with."""
+    """`count` edits of a device profile, which is read and used for planning."""
     found, draws, path = Found(), random.Random(seed), folder / "profile.json"
     text = profile_of("cpu").model_dump_json().encode()
 
@@ -515,7 +517,8 @@ def profiles(count: int, seed: int, folder: Path) -> Found:
 
 
 def caches(count: int, seed: int, folder: Path) -> Found:
-    """`count` edits of the entries of a step: damaged, edited, swapped, replaced by pickles. A step after each."""
+    """`count` edits of the cache entries of a step: damaged, edited, swapped, replaced by pickles. A step runs after
+    each edit."""
     found, draws, home = Found(), random.Random(seed), folder / "cache"
     before = {name: os.environ.pop(name, None) for name in ("PARTWAY_CACHE", "PARTWAY_VERIFY")}
 

@@ -48,8 +48,8 @@ class Model:
     library   the package that it needs
     build     the module, in the default dtype
     inputs    its arguments by name
-    inside    the dim of each argument that is split in the set-up `inside`: rows of an image, places of a sequence
-    batch     the dim of each argument along which samples lie (0 unless said)
+    inside    the dim of each argument that the set-up `inside` splits: rows of an image, positions of a sequence
+    batch     the batch dim of each argument (0 by default)
     """
 
     library: str
@@ -60,7 +60,7 @@ class Model:
 
 
 class Trained(nn.Module):
-    """A model and a loss: how far what it returns is from a target, and the mean squares of all else."""
+    """A model and a loss: the distance of the result from a target, and the mean squares of all other outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(value).values()))
 
 
-# -- How they are made -------------------------------------------------------------------------------------------------
+# -- Constructors ------------------------------------------------------------------------------------------------------
 
 
 def of(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
@@ -109,7 +109,7 @@ def tokens(name: str = "x", places: int = 8) -> Any:
 
 
 def noisy(channels: int = 4, side: int = 16, **more: tuple[int, ...]) -> Any:
-    """Noisy latents, how far they are gone, and what else a denoiser is told."""
+    """Noisy latents, their time steps, and the other inputs of a denoiser."""
     return lambda: {
         "hidden_states" if "sample" not in more else "sample": torch.randn(BATCH, channels, side, side),
         "timestep": torch.randint(0, 1000, (BATCH,)),
@@ -139,7 +139,7 @@ class Graphs(nn.Module):
 
 
 def graph(name: str, **options: Any) -> Model:
-    """32 nodes, of which each has three neighbours; "batch" splits the nodes."""
+    """A graph of 32 nodes with three neighbours each; "batch" splits the nodes."""
 
     def inputs() -> dict[str, Tensor]:
         return {"x": torch.randn(32, 16), "edge_index": torch.randint(0, 32, (2, 96))}
@@ -395,7 +395,7 @@ def _split_along(inputs: dict[str, Tensor], dims: dict[str, int], axis: str) -> 
 
 
 def weights_split(module: nn.Module, axis: str, count: int) -> dict[str, Any]:
-    """`parameter_plan` for every second matrix: its longer dim that so many devices divide."""
+    """`parameter_plan` for every second matrix: its longer dim that this number of devices divides."""
     plan = {}
     matrices = [(n, p) for n, p in module.named_parameters() if p.ndim >= 2]
     for name, parameter in matrices[::2]:
@@ -426,7 +426,7 @@ SETUPS: dict[str, Callable[..., dict[str, Any]]] = {"batch": _all_batches, "2 x 
 
 
 def missing(library: str) -> str:
-    """Why a library cannot be used here; '' where it can."""
+    """The reason why a library cannot be used here; '' if it can."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -437,8 +437,8 @@ def missing(library: str) -> str:
 
 
 def without_kernels() -> None:
-    """torchvision's operators, declared: a wheel that is made for another torch has none of them, and then the library
-    cannot be imported. The models do without."""
+    """Declare torchvision's operators: a wheel for another torch version lacks them, and then the library cannot be
+    imported. The models do not call them."""
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             schema = f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -446,7 +446,7 @@ def without_kernels() -> None:
 
 
 def made(name: str) -> tuple[Model, nn.Module, dict[str, Tensor]]:
-    """A model in training, in float64, without dropout, and its inputs with a target."""
+    """A model in training mode, in float64, without dropout, and its inputs with a target."""
     model = MODELS[name]
     torch.manual_seed(0)
     module = in_double(model.build().double().train())
@@ -471,7 +471,7 @@ def trained(module: nn.Module, inputs: dict[str, Tensor]) -> Reference:
 
 
 def cells(name: str) -> Iterator[Cell]:
-    """One model in every set-up that it has."""
+    """The results of one model in each of its set-ups."""
     torch.set_default_dtype(torch.float64)
     without_kernels()
     if reason := missing(MODELS[name].library):
@@ -508,7 +508,7 @@ def setups_of(name: str) -> list[str]:
 
 
 def run(name: str) -> list[Cell]:
-    """`cells` in a process of its own."""
+    """Run `cells` in its own process."""
     found = in_a_process(name, SECONDS, cells, setups_of(name))
     skipped = [cell for cell in found if cell.status == "skipped"]
     return skipped or found
@@ -518,7 +518,7 @@ def run(name: str) -> list[Cell]:
 
 
 def kept() -> dict[str, list[Cell]]:
-    """What is known from before."""
+    """The earlier results."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     known: dict[str, list[Cell]] = {}
     for line in lines:
@@ -533,15 +533,16 @@ Written by `python tests/conformance/models.py --write`; do not edit. torch {tor
 
 {count} models, small and random, in training, on simulated devices:
 
-| set-up | mesh | what is annotated |
+| set-up | mesh | annotated |
 | --- | --- | --- |
 | batch | 8 | the batch dim of every input (of graphs, the nodes) |
-| 2 x 4 | 2 x 4 | the batch over the one axis; every second matrix over the other, along its longest dim |
-| inside | 4 | the rows of images, the places of sequences, the edges of graphs |
+| 2 x 4 | 2 x 4 | the batch over one axis; every second matrix over the other, along its longest dim |
+| inside | 4 | the rows of images, the positions of sequences, the edges of graphs |
 
-All else is inferred. **Right** is a cell whose loss, outputs, buffers and gradients are those of one device in float64,
-to 1e-10. Beside it: how many collectives a step has, and the seconds of the first step on one core (capture, planning,
-and the step itself on all ranks in one process). `fallbacks` are operators without a rule, which run replicated.
+All other layouts are inferred. A cell is **right** if its loss, outputs, buffers and gradients equal those of one
+device in float64, to 1e-10. It also has the number of collectives of a step, and the seconds of the first step on one
+core (capture, planning, and the step itself on all ranks in one process). `fallbacks` are operators without a rule,
+which run replicated.
 
 {totals}
 """
@@ -594,7 +595,7 @@ def _line(name: str, found: list[Cell]) -> str:
 
 
 def chosen(wanted: Sequence[str]) -> list[str]:
-    """The models of these names, or whose names or libraries contain one, in the order of `wanted`."""
+    """The models with these names, or whose name or library contains one of them, in the order of `wanted`."""
     found = []
     for text in wanted:
         inside = [n for n, m in MODELS.items() if text.lower() in f"{n} {m.library}".lower()]

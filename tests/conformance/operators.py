@@ -1,4 +1,5 @@
-"""PyTorch's own samples of its operators (the OpInfo database), each run split on simulated ranks against one device.
+"""PyTorch's samples of its operators (the OpInfo database), each run split on simulated ranks and compared with one
+device.
 
     python tests/conformance/operators.py                       all entries, resumed from out/conformance
     python tests/conformance/operators.py --only fft --samples 3
@@ -8,13 +9,13 @@
     python tests/conformance/operators.py --write               docs/coverage/operators.md, of all results; of a run
                                                                 of other samples its row there
 
-Of each sample every dim of every tensor is split in turn, over 4 ranks (a dim of 2 or 3 elements over 2), as
-`in_strategy` would. A plan that gathers nothing is taken where the rules have one, so that they are tried and not the
-conversions: of tensors so small the cheapest plan would often be to gather them first. Outputs, and gradients for
-random cotangents, must be those of plain PyTorch.
+In each sample every dim of every tensor is split in turn, over 4 ranks (a dim of 2 or 3 elements over 2), as by
+`in_strategy`. If the rules allow a plan that gathers nothing, it is taken, so that the rules are tested and not the
+conversions: for such small tensors the cheapest plan would often gather them first. Outputs, and gradients for random
+cotangents, have to equal those of plain PyTorch.
 
-Some samples of an entry are run again with strided operands, and with strided operands and gradients (strided.py);
-`--samples 0` runs these alone. On every rank each value is compared with what was traced for it, strides included.
+Some samples of an entry run again with strided operands, and with strided operands and gradients (strided.py); with
+`--samples 0` only these run. On every rank each value is compared with its trace, strides included.
 """
 
 from __future__ import annotations
@@ -49,10 +50,9 @@ from torch._subclasses.fake_tensor import (
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.graph.graph import Graph
+from partway.propagation.graph.graph import Graph, constant_nodes, differentiated
 from partway.propagation.graph.nodes import draws_random_numbers, operands, operator_name, shape, source_of, tensor_of
 from partway.propagation.graph.port import Port, Role
-from partway.propagation.graph.queries import constant_nodes, differentiated
 from partway.propagation.graph.structure import flatten
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import SearchProblem, Settings, VertexKind
@@ -78,7 +78,7 @@ ABORTS = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm"})  # in torch.exp
 
 
 class Ranks(StrEnum):
-    """Over how many ranks a dim is split."""
+    """The number of ranks that a dim is split over."""
 
     FEW = "few"  # over RANKS, or over 2 where they are more than its elements
     ONE = "one"  # as many as it has elements, so that each rank has one
@@ -89,7 +89,7 @@ MOST = 8  # the elements of a dim that is split so
 
 
 class Status(StrEnum):
-    """What became of an entry; the worst of its samples' comes last."""
+    """The status of an entry: the worst of its samples, which comes last here."""
 
     SHARDED = "sharded"
     REPLICATED = "replicated"
@@ -101,17 +101,17 @@ class Status(StrEnum):
 MEANING = {
     Status.SHARDED: "right, every operator by a rule, and split",
     Status.REPLICATED: "right; an operator has no rule, or can split nothing, and runs on gathered operands",
-    Status.RANDOM: "draws numbers, or returns memory as it is; shapes and dtypes are right",
-    Status.UNSUPPORTED: "torch.export makes no static graph of any sample",
-    Status.WRONG: "other numbers than plain PyTorch's, or an error",
+    Status.RANDOM: "random numbers or uninitialized memory; shapes and dtypes are right",
+    Status.UNSUPPORTED: "no sample has a static graph in torch.export",
+    Status.WRONG: "results that differ from plain PyTorch, or an error",
 }
 
 
 @dataclass
 class Result:
-    """What an entry's samples gave. `splits` were tried, in `kept` of them an operator computed on parts; `captured` of
-    the `samples` were, and `strided` of these have strided operands; `fallbacks` are the operators without a rule,
-    `problems` what was wrong."""
+    """The results of an entry's samples. `splits` were tried, and in `kept` of them an operator computed on parts;
+    `captured` of the `samples` were captured, of which `strided` have strided operands; `fallbacks` are the operators
+    without a rule, `problems` the failures."""
 
     name: str
     status: Status = Status.UNSUPPORTED
@@ -142,7 +142,7 @@ def entries(dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an entry. `fn` gives its outputs, or that part of them which has a gradient."""
+    """One call of an entry. `fn` returns its outputs, or those with a gradient."""
 
     entry: str
     where: str
@@ -158,13 +158,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Several samples captured as one function, since each capture takes some time; nothing joins their graphs.
+    """Several samples captured as one function, since each capture takes some time; their graphs are not connected.
 
     names       the names of the inputs of each sample
-    written     those that it writes to
-    owners      the sample that a node of the graph belongs to
-    expected    of each sample its outputs and gradients on one device, and what the inputs are that it writes to
-    undefined   whether a generator, or whatever memory holds, makes the numbers of a sample
+    written     the inputs that it writes to
+    owners      the sample of each node of the graph
+    expected    the outputs and gradients of each sample on one device, and the inputs after its writes
+    undefined   whether the numbers of a sample are random, or uninitialized memory
     """
 
     samples: tuple[Sample, ...]
@@ -185,7 +185,7 @@ def fresh(tensor: Tensor) -> Tensor:
 
 
 def sample_of(info: Any, given: Any, where: str) -> Sample:
-    """Raises what the entry itself raises for a sample of its own."""
+    """The sample of an entry. Raises the entry's own errors."""
     args, kwargs = (given.input, *given.args), dict(given.kwargs)
 
     def processed(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,19 +201,19 @@ def sample_of(info: Any, given: Any, where: str) -> Sample:
 
     try:
         fn, outputs = info.op, outputs_of(info.op)
-    except RuntimeError:  # of all its outputs there is no gradient
+    except RuntimeError:  # none of its outputs has a gradient
         fn, outputs = processed, outputs_of(processed)
     return Sample(name_of(info), where, fn, args, kwargs, any(not o.shape for o in differentiable(outputs)))
 
 
 def differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Those whose gradients are planned: the scalars, if there are any."""
+    """The outputs whose gradients are planned: scalars, if there are any."""
     able = [o for o in outputs if o.requires_grad]
     return [o for o in able if not o.shape] or able
 
 
 def gradients_of(outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of the outputs of some samples, weighed with fixed random numbers."""
+    """The gradients of the outputs of some samples, weighted with fixed random numbers."""
     generator = torch.Generator().manual_seed(1)
     weighed = []
     for own in outputs:
@@ -228,7 +228,7 @@ def gradients_of(outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Tensor]) 
 
 
 def values_of(outputs: list[list[Tensor]], leaves: list[list[Tensor]]) -> tuple[list[Any], ...]:
-    """Of each sample its outputs and their gradients."""
+    """The outputs of each sample, and their gradients."""
     needs = [[t for t in own if t.requires_grad] for own in leaves]
     gradients = gradients_of(outputs, [t for own in needs for t in own])
     every = zip(outputs, grouped(gradients, needs), strict=True)
@@ -236,13 +236,13 @@ def values_of(outputs: list[list[Tensor]], leaves: list[list[Tensor]]) -> tuple[
 
 
 def grouped(flat: Iterable[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """`flat`, cut into lists as long as those in `like`."""
+    """`flat`, cut into lists with the lengths of those in `like`."""
     rest = iter(flat)
     return [[next(rest) for _ in group] for group in like]
 
 
 def batch_of(samples: Sequence[Sample]) -> Batch:
-    """Raises CaptureError where the samples cannot be captured."""
+    """The batch of samples. Raises CaptureError if they cannot be captured."""
     calls = [(sample.fn, sample.args, sample.kwargs) for sample in samples]
     graph = capture(every_call, (calls,), {})
     leaves = [[fresh(t) for t in sample.tensors] for sample in samples]
@@ -273,12 +273,12 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
 
 
 def results_of(graph: Graph) -> list[Port]:
-    """The outputs that the function returns."""
+    """The outputs of the function."""
     return [port for port in graph.outputs if port.role is Role.RESULT]
 
 
 def _own(owners: dict[fx.Node, int], i: int, nodes: list[fx.Node]) -> None:
-    """Note that sample `i` reads `nodes` and all that they are made of."""
+    """Record that sample `i` reads `nodes` and the nodes that they depend on."""
     while nodes:
         node = nodes.pop()
         if node not in owners:
@@ -292,18 +292,19 @@ def _is_undefined(node: fx.Node) -> bool:
 
 # -- Splits ------------------------------------------------------------------------------------------------------------
 
-Splits = dict[int, tuple[str, int]]  # of some samples the input and dim that is split
+Splits = dict[int, tuple[str, int]]  # for some samples, the split input and dim
 
 
 def ranks_of(n: int, over: Ranks) -> int:
-    """Over how many ranks a dim of `n` elements is split; 1: it stays whole."""
+    """The number of ranks for a dim of `n` elements; 1: it stays whole."""
     if over is Ranks.FEW:
         return RANKS if n >= RANKS else min(n, 2)
     return n + (over is Ranks.NONE) if 1 < n <= MOST else 1
 
 
 def rounds_of(batch: Batch, over: Ranks) -> Iterator[tuple[Mesh, Splits]]:
-    """Each dim of each input of each sample once, over as many ranks as `over` says; in a round one of each sample."""
+    """Each dim of each input of each sample once, over the number of ranks that `over` gives; a round has one split of
+    each sample."""
     sizes = {port.name: shape(port.node) for port in batch.graph.inputs}
     every = {ranks_of(n, over) for own in batch.names for name in own for n in sizes[name]}
     for ranks in sorted((ranks for ranks in every if ranks > 1), reverse=True):
@@ -316,14 +317,14 @@ def rounds_of(batch: Batch, over: Ranks) -> Iterator[tuple[Mesh, Splits]]:
 
 
 def layouts_of(mesh: Mesh, size: Sequence[int], least: int) -> tuple[Layout, ...]:
-    """Whole, or split along any dim of at least so many elements, also unevenly."""
+    """The layouts that are whole, or split along any dim with at least this many elements, also unevenly."""
     placements = [Shard(dim) for dim, n in enumerate(size) if n >= least]
     return tuple(Layout(mesh, (placement,)) for placement in [*placements, REPLICATE])
 
 
 def planned(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tuple[int, ...]]:
-    """For each sample the cheapest plan with its split in which nothing that is split is gathered, if there is one;
-    else the cheapest of all. What else comes in or goes out lies as it suits."""
+    """For each sample the cheapest plan with its split that gathers no split tensor, if there is one; otherwise the
+    cheapest plan. Other inputs and outputs may have any layout."""
     graph, constants = batch.graph, constant_nodes(batch.graph)
     ports = [port for port in graph.inputs if port.role is Role.INPUT]
     ports += [port for port in graph.outputs if source_of(port.node).node not in constants]
@@ -343,7 +344,7 @@ def planned(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tu
 
 
 def impossible(batch: Batch, problem: SearchProblem, choice: Sequence[int]) -> set[int | None]:
-    """The samples of which `choice` has a conversion that there is not."""
+    """The samples with an impossible conversion in `choice`."""
     found = set()
     for edge in problem.edges:
         rows, columns = edge.codes(problem.vertices)
@@ -354,7 +355,7 @@ def impossible(batch: Batch, problem: SearchProblem, choice: Sequence[int]) -> s
 
 
 def kept(batch: Batch, problem: SearchProblem, choice: Sequence[int]) -> set[int | None]:
-    """The samples of which an operator computes on parts, or that have nothing to compute."""
+    """The samples in which an operator computes on parts, or that compute nothing."""
     operators = [(v, c) for v, c in zip(problem.vertices, choice, strict=True) if v.kind is VertexKind.OPERATOR]
     split = {batch.owners.get(v.node) for v, c in operators if any(v.options[c].factors)}
     return split | (set(range(len(batch.samples))) - {batch.owners.get(v.node) for v, _ in operators})
@@ -381,7 +382,7 @@ def run(batch: Batch, problem: SearchProblem, choice: tuple[int, ...]) -> tuple[
 
 
 def difference(found: Sequence[Any], expected: Sequence[Any], undefined: bool) -> str:
-    """What of `found` is not as expected; "" if nothing."""
+    """The differences of `found` from the expected values; "" if there are none."""
     if len(found) != len(expected):
         return f"{len(found)} values, not {len(expected)}"
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -400,7 +401,7 @@ def _difference(a: Tensor | None, b: Tensor | None, undefined: bool) -> str:
     if undefined:
         return ""
     a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
-    if b.dtype is torch.complex32:  # which nothing compares
+    if b.dtype is torch.complex32:  # no comparison supports it
         a, b = a.to(torch.complex64), b.to(torch.complex64)
     if torch.equal(a, b):
         return ""
@@ -418,7 +419,7 @@ def _difference(a: Tensor | None, b: Tensor | None, undefined: bool) -> str:
 
 
 def spread(samples: Sequence[Any], most: int | None) -> list[Any]:
-    """At most so many of `samples`, evenly spread, the first among them."""
+    """At most this many of `samples`, evenly spaced, with the first one."""
     if most is None or len(samples) <= most:
         return list(samples)
     return [samples[i * len(samples) // most] for i in range(most)]
@@ -428,8 +429,8 @@ def examine(
     infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW,
     strided: int = STRIDED,
 ) -> list[Result]:  # fmt: skip
-    """All that is found out about some entries, with at most `most` samples of each in each dtype (None: with every
-    one), and `strided` samples of the first dtype with strided operands."""
+    """The results of some entries, with at most `most` samples of each in each dtype (None: all), and `strided` samples
+    of the first dtype with strided operands."""
     results = {name_of(info): Result(name_of(info)) for info in infos}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -457,7 +458,7 @@ def examine(
 def samples_of(
     info: Any, most: int | None, dtypes: Sequence[torch.dtype], strided: int, result: Result
 ) -> Iterator[Sample]:
-    """The samples of an entry that are run, counted in `result`."""
+    """The samples of an entry to run, counted in `result`."""
     own = [dtype for dtype in dtypes if dtype in info.dtypes]
     for dtype in own:
         torch.manual_seed(0)
@@ -467,7 +468,7 @@ def samples_of(
             result.samples += 1
             try:
                 yield sample_of(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}")
-            except Exception as error:  # what PyTorch itself does not take
+            except Exception as error:  # PyTorch itself refuses this
                 _note(result.reasons, f"PyTorch: {_first_line(error)}")
         for i, one in spread(given, strided) if dtype is own[0] else ():
             for sample in strided_samples(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}", i):
@@ -477,7 +478,7 @@ def samples_of(
 
 
 def strided_samples(info: Any, given: Any, where: str, number: int) -> Iterator[Sample]:
-    """A sample with strided operands and gradients, as far as PyTorch itself takes them."""
+    """A sample with strided operands and gradients, if PyTorch itself accepts them."""
     with contextlib.suppress(Exception):
         plain = sample_of(info, given, where)
         for name, fn, stored in strided(plain.fn, plain.args, plain.kwargs, number):
@@ -488,8 +489,8 @@ def strided_samples(info: Any, given: Any, where: str, number: int) -> Iterator[
 
 
 def depends_on_values(sample: Sample) -> bool:
-    """Whether sizes, or what is computed, depend on the values of tensors: fake ones tell, much sooner than a capture
-    that fails."""
+    """Whether sizes or computations depend on the values of tensors: fake tensors show this much sooner than a failing
+    capture."""
     mode = FakeTensorMode()
     tensors, structure = flatten((sample.args, sample.kwargs))
     try:
@@ -498,13 +499,13 @@ def depends_on_values(sample: Sample) -> bool:
             sample.fn(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return True
-    except Exception:  # whatever else it is, the capture tells
+    except Exception:  # the capture reports other errors
         return False
     return False
 
 
 def _examine(samples: Sequence[Sample], results: dict[str, Result], over: Ranks) -> None:
-    """Adds to `results` what samples give: all together, or by halves where something is wrong."""
+    """Add the results of samples to `results`: of all together, or of halves if something is wrong."""
     if not samples:
         return
     tried: list[tuple[SearchProblem, tuple[int, ...], Splits, dict[int, str]]] = []
@@ -535,7 +536,7 @@ def _examine(samples: Sequence[Sample], results: dict[str, Result], over: Ranks)
 
 
 def _halves(samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    """Between two entries, if there are several."""
+    """Split between two entries, if there are several."""
     middle = len(samples) // 2
     starts = [i for i in range(1, len(samples)) if samples[i].entry != samples[i - 1].entry]
     middle = min(starts, key=lambda i: abs(i - middle), default=middle)
@@ -543,7 +544,7 @@ def _halves(samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sampl
 
 
 def _try(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tuple[int, ...], Splits, dict[int, str]]:
-    """A plan with these splits, and what is wrong with which samples."""
+    """A plan with these splits, and the failures of each sample."""
     problem, choice = planned(batch, mesh, splits)
     every = enumerate(zip(run(batch, problem, choice), batch.expected, batch.undefined, strict=True))
     texts = {i: difference(*values) for i, values in every}
@@ -553,7 +554,7 @@ def _try(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tuple
 def _count(
     batch: Batch, problem: SearchProblem, choice: Sequence[int], splits: Splits, results: dict[str, Result]
 ) -> None:
-    """Count what stayed split, and note the operators without a rule."""
+    """Count the splits that stayed, and record operators without a rule."""
     staying = kept(batch, problem, choice)
     for i in splits:
         results[batch.samples[i].entry].splits += 1
@@ -579,7 +580,7 @@ def _note(notes: list[str], text: str, most: int = 12) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """The message of an error in one line, without what is of this machine or this run."""
+    """The message of an error in one line, without facts of this machine or run."""
     text = " ".join(str(error).splitlines()[:1])
     return re.sub(r"\S*/|\bat 0x[0-9a-f]+", "", text)[:200]
 
@@ -593,7 +594,7 @@ def _last_frame(error: Exception) -> str:
 
 
 def _work(connection: Connection, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks, strided: int) -> None:
-    """A process that examines the entries it is told, without what PyTorch writes to the terminal meanwhile."""
+    """A process that examines the requested entries, and discards PyTorch's output to the terminal."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     known = entries(dtypes)
@@ -618,7 +619,7 @@ class Worker:
         self.connection.send(names)
 
     def answer(self) -> list[Result] | None:
-        """The results of the entries that were asked for; None if one of them ended the process."""
+        """The results of the requested entries; None if one of them ended the process."""
         try:
             return [loaded(found) for found in self.connection.recv()]
         except (EOFError, ConnectionResetError):
@@ -637,8 +638,8 @@ def examine_all(
     names: Sequence[str], most: int | None = None, workers: int = 2, seconds: float = 1800.0, together: int = 4,
     dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW, strided: int = STRIDED,
 ) -> Iterator[Result]:  # fmt: skip
-    """The results of `names` as they come, so many at a time. What ends its process, or takes longer than `seconds` for
-    one entry, is tried alone, and then is wrong."""
+    """The results of `names` as they arrive, from several processes. An entry that ends its process, or takes longer
+    than `seconds`, is tried alone, and is then wrong."""
     left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
     busy: list[Worker] = []
     idle = [Worker(most, dtypes, over, strided) for _ in range(min(workers, len(left)))]
@@ -678,11 +679,10 @@ def _without_answer(name: str, late: bool, seconds: float) -> Result:
 HEAD = """# Operators
 
 PyTorch describes its operators in a database of samples (`op_db`), which its own tests run. The samples of each entry
-that takes float32 on the CPU are run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
-dim of 2 or 3 elements over 2), and everything else planned; outputs and gradients are compared with plain PyTorch
-{version}. They are {most}, in float64 and in float32; {strided} have operands, and half of these
-gradients, that lie in memory otherwise than new tensors (transposed, channels last, expanded, slices with and without
-steps).
+that takes float32 on the CPU run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
+dim of 2 or 3 elements over 2), and all other layouts planned. Outputs and gradients are compared with plain PyTorch
+{version}. The samples are {most}, in float64 and in float32; {strided} have strided operands,
+and half of these strided gradients (transposed, channels last, expanded, slices with and without steps).
 `python tests/conformance/operators.py --write` writes this page, `make conformance` checks it.
 
 | status | entries | |
@@ -690,9 +690,9 @@ steps).
 {totals}
 | all | {count} | {samples} samples, {splits} splits, {kept} of which some operator computes on parts |
 
-An entry has the worst status of its samples. Those that torch.export makes no static graph of are left out: the
-second number of *samples* has them, and *why* the reason. *kept*: in how many of the splits an operator computes on
-parts. (Where only a dim that an operator works along is split, it is gathered, and not every size can be cut evenly.)
+An entry has the worst status of its samples. Samples without a static graph in torch.export are omitted: the second
+number of *samples* counts them, and *why* has the reason. *kept* is the number of splits in which an operator computes
+on parts. (If only a dim is split that an operator cannot split, it is gathered, and some sizes cannot be cut evenly.)
 
 | entry | status | samples | splits | kept | without a rule, or why |
 | --- | --- | --: | --: | --: | --- |
@@ -701,9 +701,9 @@ parts. (Where only a dim that an operator works along is split, it is gathered, 
 OTHERS = """
 ## Other runs
 
-What other options of that program gave. Strided operands lie in memory otherwise than new tensors, and then every
-value of every rank is compared with what was traced for it, strides included. `--ranks one` splits a dim over as many
-ranks as it has elements, `--ranks none` over one more, so that the last rank has none.
+The results of other options of the same program. With strided operands every value of every rank is also compared with
+its trace, strides included. `--ranks one` splits a dim over as many ranks as it has elements, `--ranks none` over one
+more, so the last rank has none.
 
 | options | entries | samples | splits | kept | wrong |
 | --- | --: | --: | --: | --: | --: |
@@ -711,12 +711,12 @@ ranks as it has elements, `--ranks none` over one more, so that the last rank ha
 
 
 def page(results: Sequence[Result], most: int | None) -> str:
-    """docs/coverage/operators.md, but for the rows of other runs."""
+    """docs/coverage/operators.md, except the rows of other runs."""
     counts = Counter(result.status for result in results)
     totals = [f"| {status.value} | {counts[status]} | {MEANING[status]} |" for status in Status]
     return HEAD.format(
         ranks=RANKS,
-        most="all that there are" if most is None else f"at most {most} of an entry, evenly spread",
+        most="all of an entry's" if most is None else f"at most {most} of an entry, evenly spread",
         version=".".join(torch.__version__.split(".")[:2]),
         totals="\n".join(totals),
         count=len(results),
@@ -729,20 +729,20 @@ def page(results: Sequence[Result], most: int | None) -> str:
 
 
 def row(options: str, results: Sequence[Result]) -> str:
-    """What another run gave, in one row."""
+    """The results of another run, in one row."""
     wrong = sum(result.status is Status.WRONG for result in results)
     sums = [sum(getattr(r, what) for r in results) for what in ("captured", "splits", "kept")]
     return "".join(f"| {cell} " for cell in (f"`{options}`", len(results), *sums, wrong)) + "|\n"
 
 
 def rows() -> dict[str, str]:
-    """The rows of other runs that the page has, by their options."""
+    """The rows of other runs on the page, by their options."""
     text = PAGE.read_text(encoding="utf-8").partition(OTHERS)[2]
     return {line.split("`")[1]: line for line in text.splitlines(keepends=True)}
 
 
 def write(results: Sequence[Result], most: int | None, options: str) -> None:
-    """Write the page anew, of these results; or where they are of another run, that one's row."""
+    """Write the page from these results or, if they are of another run, the row of that run."""
     main, known = PAGE.read_text(encoding="utf-8").partition(OTHERS)[0], rows()
     if options:
         known[options] = row(options, results)
@@ -763,7 +763,7 @@ def _escaped(text: str) -> str:
 
 
 def statuses() -> dict[str, Status]:
-    """What the page says of each entry."""
+    """The status of each entry on the page."""
     rows = re.findall(r"^\| (\S+) \| (\w+) \| \d", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: Status(status) for name, status in rows if status in set(Status)}
 
@@ -771,16 +771,16 @@ def statuses() -> dict[str, Status]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
-    parser.add_argument("--samples", type=int, help="at most so many of an entry in each dtype (default: every one)")
-    parser.add_argument("--strided", type=int, default=STRIDED, help="so many with strided operands (default: 4)")
+    parser.add_argument("--samples", type=int, help="at most this many of an entry in each dtype (default: all)")
+    parser.add_argument("--strided", type=int, default=STRIDED, help="samples with strided operands (default: 4)")
     parser.add_argument("--dtypes", nargs="+", help="such as complex128 int64 (default: float64 float32)")
     parser.add_argument(
-        "--ranks", type=Ranks, default=Ranks.FEW, choices=list(Ranks), help="over how many a dim is split"
+        "--ranks", type=Ranks, default=Ranks.FEW, choices=list(Ranks), help="the number of ranks for a dim"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one entry")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "conformance")
-    parser.add_argument("--again", action="store_true", help="also what there are results of")
+    parser.add_argument("--again", action="store_true", help="also entries with results")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
     given = parser.parse_args()
     if given.write and given.only:
@@ -804,7 +804,7 @@ def main() -> None:
 
 
 def _options(given: argparse.Namespace) -> str:
-    """What makes a run another one than that of the page."""
+    """The options that distinguish another run from that of the page."""
     options = [f"--dtypes {' '.join(given.dtypes)}"] if given.dtypes else []
     options += [f"--ranks {given.ranks}"] if given.ranks is not Ranks.FEW else []
     if options or given.samples == 0:

@@ -1,9 +1,9 @@
-"""The page of all options, docs/options.md: what of it follows from the options themselves.
+"""The generated parts of docs/options.md, the page of all options.
 
-    python tests/conformance/options.py --write     docs/options.md, between its marks
+python tests/conformance/options.py --write docs/options.md, between its marks
 
-Each option is listed with the type that type checkers see, its default, and the docstring below its field, which is
-also what `help(pw.set_auto_parallel_context)` says. The page's own text stands around the marks.
+Each option is listed with the type that type checkers see, its default, and the docstring below its field, which
+`help(pw.set_auto_parallel_context)` shows too. The text outside the marks is written by hand.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ALGO: dict[str, tuple[str, ...]] = {
 
 
 def sections() -> dict[str, str]:
-    """What stands between the marks of each name."""
+    """The generated text between the marks of each name."""
     arguments = (inspect.getdoc(pw.shard) or "").split("\n\n")[1]
     return {
         "shard": f"```text\n{arguments}\n```",
@@ -60,7 +60,7 @@ def sections() -> dict[str, str]:
 
 
 def page(text: str) -> str:
-    """The page `text` with what stands between its marks made anew."""
+    """The page `text` with new text between its marks."""
     for name, section in sections().items():
         start = MARK.format(name)
         before, mark, rest = text.partition(start)
@@ -97,7 +97,7 @@ def _key(key: str, model: type[FrozenOptions]) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """An annotation as one writes its values: `Literal["a", "b"] | None` is `"a" | "b" | None`."""
+    """An annotation as users write its values: `Literal["a", "b"] | None` is `"a" | "b" | None`."""
     written = getattr(annotation, "__forward_arg__", str(annotation)).replace("'", '"')
     return re.sub(r"Literal\[([^]]*)\]", lambda found: found[1].replace(", ", " | "), written)
 

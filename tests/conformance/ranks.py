@@ -1,12 +1,13 @@
-"""What happens where one rank of a launched program differs from the others: who says what, and after how long.
+"""The effects of one rank of a launched program that differs from the others: the error of each rank, and the time
+until it.
 
     python tests/conformance/ranks.py                 all cases; writes docs/coverage/ranks.md
-    python tests/conformance/ranks.py seed annotation the ones that are named
+    python tests/conformance/ranks.py seed annotation only the named ones
 
-Each case is a training script that 2 processes run on gloo with a timeout of 10 s; in it rank 1 does one thing in
-another way. What each rank says is the error that ends it. A rank that is told nothing trains on for MOST steps, and
-all are killed in the end: nothing is found by `shutdown`, or by what a process does when it ends. A rank that says
-nothing has to have the losses of one device: a wrong number without a word is the one thing that must not be.
+Each case is a training script that 2 processes run on gloo with a timeout of 10 s; rank 1 does one thing differently.
+The recorded text of a rank is the error that ends it. A rank without an error trains on for MOST steps, and all are
+killed in the end, so neither `shutdown` nor the end of a process reports anything. A rank without an error has to have
+the losses of one device: a silent wrong number is the one failure that is not allowed.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from torch import Tensor, nn
 import partway as pw
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage" / "ranks.md"
-TIMEOUT, SLACK = 10, 15  # seconds; the slack is for what a busy machine takes, and for the end of a process
+TIMEOUT, SLACK = 10, 15  # seconds; the slack is for a busy machine, and for the end of a process
 MOST, AT, LOOKED_AT = 400, 3, 40  # a rank differs from step AT on, or before the first; losses that are compared
-PAUSE = 0.01  # seconds of a step, beside what it computes
+PAUSE = 0.01  # seconds of a step, besides its computation
 
 
 class Model(nn.Module):
-    """Two layers; the second is split over ranks where `parameter_plan` says so."""
+    """Two layers; the second is split over ranks if `parameter_plan` requests it."""
 
     def __init__(self, width: int = 8, drop: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Model(nn.Module):
 
 
 class Features(Model):
-    """The same, whose loss is computed outside; with a buffer."""
+    """The same without a loss, which is computed outside; with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Features(Model):
 
 @dataclass
 class Script:
-    """One rank's run of the training script. A case changes it where `other` (on rank 1) is true."""
+    """One rank's run of the training script. A case changes it if `other` is true, as on rank 1."""
 
     rank: int
     mark: Callable[[int], None]  # the rank begins to differ, in a step
@@ -81,31 +82,31 @@ class Script:
     sharded: Callable[[Any], None] = lambda model: None
     batch: Callable[[int, Tensor], Tensor] = lambda step, x: x
     around: Callable[[Any, int], Any] = lambda model, step: nullcontext()
-    stepped: Callable[[Any, int, Tensor], bool] = lambda model, step, x: False  # True: this step is left out
+    stepped: Callable[[Any, int, Tensor], bool] = lambda model, step, x: False  # True: this step is skipped
     criterion: Callable[[int, Tensor], Tensor] = lambda step, loss: loss
     learns: Callable[[int], bool] = lambda step: True
     changes: Callable[[Any, Any, int], None] = lambda model, optimizer, step: None  # between a backward and a step
     follows: Callable[[int], bool] = lambda step: True
     local: bool = False
-    whole: Callable[[int, Tensor], Tensor] = lambda step, x: x  # what the batch is on one device
+    whole: Callable[[int, Tensor], Tensor] = lambda step, x: x  # the batch on one device
 
     @property
     def other(self) -> bool:
         return self.rank == 1
 
     def differs(self, step: int) -> bool:
-        """Whether rank 1 is at the step in which it differs; from then on the clock runs."""
+        """Whether rank 1 is at the step in which it differs; the time is measured from then on."""
         if self.other and step == AT:
             self.mark(step)
             return True
         return False
 
     def differs_from(self, step: int) -> bool:
-        """As `differs`, and at each step after it."""
+        """As `differs`, and at each later step."""
         return self.differs(step) or (self.other and step > AT)
 
     def act(self, act: Callable[[Any, Any], Any], model: type[nn.Module] = Model) -> None:
-        """Have rank 1 `act` on the model and its optimizer between the backward and the step of step AT."""
+        """Let rank 1 `act` on the model and its optimizer between the backward and the step of step AT."""
 
         def changes(model: Any, optimizer: Any, step: int) -> None:
             if self.differs(step):
@@ -117,7 +118,7 @@ class Script:
             self.criterion = lambda step, out: out.square().mean()
 
     def run(self, losses: list[float], tell: Callable[[int], None]) -> None:
-        """Train, add to `losses`, and `tell` of each step that begins."""
+        """Train, append to `losses`, and `tell` the number of each step."""
         pw.set_auto_parallel_context(**self.options)
         pw.set_algo_parameters(**self.algo)
         torch.manual_seed(0)
@@ -174,7 +175,8 @@ Change = Callable[[Script], None]
 
 @dataclass(frozen=True)
 class Case:
-    """What differs, in words, and how; `unseen`: why nothing can say so where a tensor lies in parts."""
+    """The difference in words, and the function that causes it; `unseen`: why it cannot be detected if tensors are
+    split."""
 
     words: str
     change: Change
@@ -259,7 +261,7 @@ def profile(s: Script) -> None:
     s.options["device_profile"] = str(path)
 
 
-@case("one rank is given a saved plan, the other searches")
+@case("one rank follows a saved plan, the other one searches")
 def saved_plan(s: Script) -> None:
     if s.other:
         made = pw.compile(Model(), (next(batches()),), mesh={"dp": 2}, in_strategy=(("dp", None),))
@@ -268,17 +270,17 @@ def saved_plan(s: Script) -> None:
         s.given["plan"] = str(path)
 
 
-@case("a model of another seed")
+@case("a model with another seed")
 def model_seed(s: Script) -> None:
     s.prepared = lambda model: nn.init.constant_(model.a.weight, 0.5 + s.rank)  # type: ignore[union-attr,arg-type]
 
 
-@case("a model of another width")
+@case("a model with another width")
 def model_width(s: Script) -> None:
     s.model = lambda: Model(8 + 8 * s.rank)
 
 
-@case("a forward that computes something else")
+@case("another forward")
 def model_code(s: Script) -> None:
     class Other(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -350,17 +352,17 @@ def later_no_grad(s: Script) -> None:
     s.around = lambda model, step: torch.no_grad() if s.differs(step) else nullcontext()
 
 
-@case("a later step is left out")
+@case("a later step is skipped")
 def skipped_step(s: Script) -> None:
     s.stepped = lambda model, step, x: s.differs(step)
 
 
-@case("a later backward is left out")
+@case("a later backward is skipped")
 def skipped_backward(s: Script) -> None:
     s.learns = lambda step: not s.differs(step)
 
 
-@case("a later step of the optimizer is left out")
+@case("a later step of the optimizer is skipped")
 def skipped_optimizer(s: Script) -> None:
     s.follows = lambda step: not s.differs(step)
 
@@ -404,7 +406,7 @@ def short_part(s: Script) -> None:
     s.whole = lambda step, x: x[:3]
 
 
-@case("parts of sizes that torch.chunk does not give, under `dataset_strategy`")
+@case("parts of other sizes than torch.chunk gives, under `dataset_strategy`")
 def odd_parts(s: Script) -> None:
     short_part(s)
     s.batch = lambda step, x: torch.cat((x, x))[: 4 - 3 * s.rank]
@@ -418,10 +420,10 @@ def later_short_part(s: Script) -> None:
     s.whole = lambda step, x: x[:3] if step == AT else x
 
 
-# what ranks hold alike, outside of the forward
+# replicas, outside the forward
 
 
-@case("another learning rate from a step on")
+@case("another learning rate from a later step on")
 def learning_rate(s: Script) -> None:
     s.act(lambda model, optimizer: optimizer.param_groups[0].update(lr=0.02))
 
@@ -431,7 +433,7 @@ def first_learning_rate(s: Script) -> None:
     s.optimizer = functools.partial(torch.optim.SGD, lr=0.02 if s.other else 0.01)
 
 
-@case("a scheduler that one rank steps")
+@case("one rank steps a scheduler")
 def scheduler(s: Script) -> None:
     made: list[Any] = []
 
@@ -464,13 +466,13 @@ def optimizer_parameters(s: Script) -> None:
     s.optimizer = lambda parameters: torch.optim.SGD(list(parameters)[s.rank :], lr=0.01)
 
 
-@case("a state of the optimizer that is written to")
+@case("a write to a state of the optimizer")
 def optimizer_state(s: Script) -> None:
     s.optimizer = torch.optim.AdamW
     s.act(lambda model, optimizer: optimizer.state[model.a.weight]["exp_avg"].mul_(2))
 
 
-@case("a count of steps of the optimizer")
+@case("another count of the optimizer's steps")
 def optimizer_count(s: Script) -> None:
     s.optimizer = torch.optim.AdamW
     s.act(lambda model, optimizer: optimizer.state[model.a.weight]["step"].add_(5))
@@ -489,27 +491,27 @@ def optimizer_loaded(s: Script) -> None:
     s.act(act)
 
 
-@case("a step of the optimizer too many")
+@case("an additional step of the optimizer")
 def optimizer_twice(s: Script) -> None:
     s.act(lambda model, optimizer: optimizer.step())
 
 
-@case("gradients that are scaled")
+@case("scaled gradients")
 def gradients_scaled(s: Script) -> None:
     s.act(lambda model, optimizer: [p.grad.mul_(2) for p in model.parameters()])
 
 
-@case("one gradient that is replaced")
+@case("one replaced gradient")
 def gradient_replaced(s: Script) -> None:
     s.act(lambda model, optimizer: setattr(model.b.weight, "grad", model.b.weight.grad * 2))
 
 
-@case("gradients that are zeroed")
+@case("zeroed gradients")
 def gradients_zeroed(s: Script) -> None:
     s.act(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
 
 
-@case("gradients that are left out")
+@case("gradients that are set to None")
 def gradients_left_out(s: Script) -> None:
     s.act(lambda model, optimizer: optimizer.zero_grad())
 
@@ -520,7 +522,7 @@ def gradients_kept(s: Script) -> None:
 
 
 class _Keeps(torch.optim.SGD):
-    """Forgets to zero the gradients once."""
+    """An optimizer that does not zero the gradients once."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.01)
@@ -548,7 +550,7 @@ def clip_norm(s: Script) -> None:
     s.changes = changes
 
 
-@case("noise on a gradient", "the gradient of a rank's own part is in no other rank, and its values may be any")
+@case("noise on a gradient", "no other rank has the gradient of a rank's own part, which may have any values")
 def gradient_noise(s: Script) -> None:
     generator = torch.Generator().manual_seed(7)
     s.act(lambda model, optimizer: _local(model.a.weight.grad).add_(torch.randn(8, generator=generator)))
@@ -558,7 +560,7 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@case("a hook on a parameter", "the gradient of a rank's own part is in no other rank, and its values may be any")
+@case("a hook on a parameter", "no other rank has the gradient of a rank's own part, which may have any values")
 def hook(s: Script) -> None:
     s.act(lambda model, optimizer: model.a.weight.register_hook(lambda gradient: gradient * 2))
 
@@ -571,27 +573,27 @@ def accumulated_hook(s: Script) -> None:
     s.act(lambda model, optimizer: model.a.weight.register_post_accumulate_grad_hook(halve))
 
 
-@case("a weight that is written to in place")
+@case("a write to a weight in place")
 def weight_written(s: Script) -> None:
     s.act(lambda model, optimizer: model.a.weight.mul_(1.5))
 
 
-@case("a weight that is written to by `.data`")
+@case("a write to a weight through `.data`")
 def weight_data(s: Script) -> None:
     s.act(lambda model, optimizer: model.a.weight.data.mul_(1.5))
 
 
-@case("a weight that is written to by its local part")
+@case("a write to the local part of a weight")
 def weight_local(s: Script) -> None:
     s.act(lambda model, optimizer: _local(model.a.weight)[0].add_(1))
 
 
-@case("a weight that is copied from another model")
+@case("a weight copied from another model")
 def weight_copied(s: Script) -> None:
     s.act(lambda model, optimizer: model.b.weight.copy_(torch.ones(8, 8)))
 
 
-@case("a state dict that is loaded on one rank")
+@case("a state dict loaded on one rank")
 def state_loaded(s: Script) -> None:
     def act(model: Any, optimizer: Any) -> None:
         model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
@@ -599,52 +601,52 @@ def state_loaded(s: Script) -> None:
     s.act(act)
 
 
-@case("a buffer that is written to")
+@case("a write to a buffer")
 def buffer(s: Script) -> None:
     s.act(lambda model, optimizer: model.scale.mul_(2), Features)
 
 
-@case("a buffer that is replaced")
+@case("a replaced buffer")
 def buffer_replaced(s: Script) -> None:
     s.act(lambda model, optimizer: setattr(model, "scale", torch.full((8,), 2.0)), Features)
 
 
-@case("other labels, of a loss outside of the model")
+@case("other labels for a loss outside the model")
 def labels(s: Script) -> None:
     s.model = Features
     s.criterion = lambda step, out: (out - (1.0 if s.differs_from(step) else 0.0)).square().mean()
 
 
-@case("another factor of a loss outside of the model")
+@case("another factor of a loss outside the model")
 def loss_factor(s: Script) -> None:
     s.model = Features
     s.criterion = lambda step, out: out.square().mean() * (2 if s.differs_from(step) else 1)
 
 
-@case("another loss outside of the model")
+@case("another loss outside the model")
 def loss_function(s: Script) -> None:
     s.model = Features
     s.criterion = lambda step, out: out.abs().mean() if s.differs_from(step) else out.square().mean()
 
 
-@case("another batch in `channels_last` strides")
+@case("another batch with `channels_last` strides")
 def channels_last(s: Script) -> None:
     s.batch = lambda step, x: (x + s.differs_from(step)).t().contiguous().t()
 
 
-@case("another batch to ranks that hold the same part, under `dataset_strategy`")
+@case("another batch on ranks that hold the same part, under `dataset_strategy`")
 def tensor_parallel_peers(s: Script) -> None:
     s.options["dataset_strategy"] = ((1, 1),)
     s.given = {"mesh": {"tp": 2}, "parameter_plan": {"a.weight": ("tp", None), "b.weight": (None, "tp")}}
     s.batch = lambda step, x: x + s.differs_from(step)
 
 
-@case("`torch.set_num_threads` of another number")
+@case("`torch.set_num_threads` with another number")
 def threads(s: Script) -> None:
     s.batch = lambda step, x: (torch.set_num_threads(2) if s.differs(step) else None, x)[1]
 
 
-@case("the state of Python's and NumPy's generators, which the model does not draw from")
+@case("the state of Python's and NumPy's generators, which the model does not use")
 def other_generators(s: Script) -> None:
     def batch(step: int, x: Tensor) -> Tensor:
         if s.differs(step):
@@ -655,7 +657,7 @@ def other_generators(s: Script) -> None:
     s.batch = batch
 
 
-# how a process ends, and stops
+# the end of a process, and stopped processes
 
 
 @case("the loader raises")
@@ -668,7 +670,7 @@ def raises(s: Script) -> None:
     s.batch = batch
 
 
-@case("the process ends well, too early")
+@case("the process ends early with success")
 def ends(s: Script) -> None:
     s.batch = lambda step, x: sys.exit(0) if s.differs(step) else x
 
@@ -709,7 +711,7 @@ def slow(s: Script) -> None:
 
 
 def _stop(seconds: float) -> None:
-    """Stop this process, all of its threads, for so long."""
+    """Stop all threads of this process for this long."""
     own = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
@@ -722,12 +724,12 @@ def _stop(seconds: float) -> None:
 # -- running them
 
 _OURS = "RuntimeStateError", "StrategyError"
-_THEIRS = "(", "OSError: no such shard", "RuntimeError: "  # a person's own, and that of a collective of their own
+_THEIRS = "(", "OSError: no such shard", "RuntimeError: "  # the script's own, and of its own collectives
 
 
 @dataclass
 class Said:
-    """How one rank ended: what it raised, its first losses, and how many steps and seconds after the difference."""
+    """The end of a rank: its error, its first losses, and the steps and seconds since the difference."""
 
     rank: int
     text: str = ""
@@ -749,7 +751,7 @@ def examine(names: Sequence[str]) -> Iterator[Found]:
 
 
 def examined(name: str) -> Found:
-    """Run a case, as a launcher does: the store by which the ranks meet is this process's."""
+    """Run a case, as a launcher does: this process hosts the store."""
     _import_all()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
@@ -821,7 +823,7 @@ def _rank(name: str, rank: int, port: int, folder: Path) -> None:
 
 
 def _problems(name: str, said: Sequence[Said]) -> Iterator[str]:
-    """What must not be: a wrong number without a word, a wait that is too long, another's error (but for that of a
+    """The failures: a silent wrong number, a wait that is too long, an error of another library (except that of a
     collective that the script itself calls, on one rank)."""
     spoken = any(each.text and not each.text.startswith("(ends") for each in said)
     right = torch.tensor(_expected(name))
@@ -838,7 +840,7 @@ def _problems(name: str, said: Sequence[Said]) -> Iterator[str]:
 
 
 def _expected(name: str) -> list[float]:
-    """The losses of one device, computed in a process of its own: PyTorch's backward does not survive a fork."""
+    """The losses of one device, computed in another process: PyTorch's backward does not survive a fork."""
     parent, child = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=lambda: child.send(expected(name)))
     process.start()
@@ -848,7 +850,7 @@ def _expected(name: str) -> list[float]:
 
 
 def _import_all() -> None:
-    """What a first call imports, once for all cases."""
+    """Import everything that a first call imports, once for all cases."""
     for module in (
         "torch._dynamo",
         "torch._inductor",
@@ -865,12 +867,12 @@ def _import_all() -> None:
 
 HEAD = f"""# Where one rank differs
 
-Two processes run one script on gloo with `pw.init(timeout={TIMEOUT})`, under a store of the launcher's; rank 1 does one
-thing in another way, from the fourth step on or before the first. What each rank says, after how many more steps (of
-{PAUSE * 1000:g} ms and what they compute) and seconds; planning is among them where it comes between. A rank that is
-told nothing is killed after {MOST} steps, and one that has raised is killed at once: none of this is found by
-`pw.shutdown()` or by a process that ends. Written by `python tests/conformance/ranks.py`, and checked by
-`make conformance`: no wrong number without a word, no wait beyond the timeout, no error of another library's.
+Two processes run one script on gloo with `pw.init(timeout={TIMEOUT})`, with a store of the launcher; rank 1 does one
+thing differently, from the fourth step on or before the first one. The table has the error of each rank, and the
+number of steps (of {PAUSE * 1000:g} ms and their computation) and of seconds until then, including planning between.
+A rank without an error is killed after {MOST} steps, and a rank that raises is killed at once, so neither
+`pw.shutdown()` nor the end of a process finds anything. `python tests/conformance/ranks.py` writes this page. `make
+conformance` checks that there is no silent wrong number, no wait beyond the timeout, and no error of another library.
 
 | what differs | rank 0 | rank 1 |
 | --- | --- | --- |
@@ -883,7 +885,7 @@ def page(found: Sequence[Found]) -> str:
 
 
 def _cells(found: Found) -> Iterator[str]:
-    """What each rank said; of one that says what rank 0 did only when."""
+    """Steps, seconds and the message of each rank; "the same" if it is the message of rank 0."""
     said = found.said
     silent = f"nothing: {unseen}" if (unseen := CASES[found.name].unseen) else "the losses of one device"
     for each in said:
@@ -894,7 +896,7 @@ def _cells(found: Found) -> Iterator[str]:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """One thread for each process."""
+    """Use one thread in each process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,8 +1,8 @@
-"""Samples of operators whose tensors do not lie in memory as new ones do.
+"""Samples of operators with operands whose strides are not contiguous.
 
-What comes into a sharded function is laid out anew, so a strided operand has to come about inside: `strided` gives
-calls of which each argument is a stored tensor, contiguous, and what the operator gets is a view of it. The gradient
-that comes in is one where the output is a view too.
+The inputs of a sharded function are copied into new memory, so a strided operand has to be created inside. `strided`
+makes calls whose arguments are contiguous stored tensors, of which the operator gets views. The incoming gradient is
+strided if the output is viewed too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partway.propagation.graph.structure import flatten
 
 @dataclass(frozen=True)
 class View:
-    """A way to lie in memory: how a tensor is stored, of which it is a view, and for which tensors that can be."""
+    """A way to view a stored tensor: how the tensor is stored, the view, and the tensors for which this is possible."""
 
     name: str
     store: Callable[[Tensor], Tensor]
@@ -45,7 +45,7 @@ VIEWS = (
 
 
 def expanded(x: Tensor) -> View:
-    """One that is the same along its first dim, so that it has other numbers; not for what inverts matrices."""
+    """A tensor expanded along its first dim, so that its numbers change; not for operators that invert matrices."""
     size = x.shape
     return View("expanded", lambda x: x[:1], lambda x: x.expand(size), lambda x: x.dim() > 2 and x.shape[0] > 1)
 
@@ -53,8 +53,8 @@ def expanded(x: Tensor) -> View:
 def strided(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
 ) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """Two calls with strided operands, in the second of which the gradient is transposed too: what they are called,
-    the function, and its arguments. `number` says which views are taken, in turn."""
+    """Two calls with strided operands, of which the second has a transposed gradient too: their names, functions and
+    arguments. `number` selects the views, in turn."""
     tensors, structure = flatten((args, kwargs))
     for turn, transposed in ((number, False), (number + 1, True)):
         views = [_chosen(x, turn + i) for i, x in enumerate(tensors)]

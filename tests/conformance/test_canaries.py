@@ -1,4 +1,4 @@
-"""Each canary of canaries.py is where it says, and the test that catches it is one of `make test`."""
+"""The text of each canary of canaries.py occurs in its file, and its test is part of `make test`."""
 
 import canaries
 import mutations

@@ -1,4 +1,5 @@
-"""PyTorch's samples of its operators, run eagerly on what is split: none is wrong, and no error is another's."""
+"""PyTorch's samples of its operators, run eagerly on split tensors: no result is wrong, and no error is of another
+library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs are right or refused; and what was wrong once, minimised by fuzz.py, stays right."""
+"""Random programs are right or refused, and minimized programs that once failed stay right."""
 
 import fuzz
 import pytest
@@ -16,7 +16,7 @@ def _one_thread():
 
 
 def failures_of(seeds):
-    """The programs that are wrong, minimised; and how many were right."""
+    """The wrong programs, minimized, and the number of right ones."""
     tally = fuzz.Tally()
     for seed, program, outcome in fuzz.run(seeds):
         tally.add(seed, program, outcome)

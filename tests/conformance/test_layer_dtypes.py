@@ -1,4 +1,4 @@
-"""The layers of torch.nn in three dtypes: what docs/coverage/layers.md says of them."""
+"""The layers of torch.nn in three dtypes have the results on docs/coverage/layers.md."""
 
 import copy
 from collections import Counter

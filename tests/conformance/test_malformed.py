@@ -1,4 +1,4 @@
-"""Malformed arguments and edited files get errors of Partway's own; nothing in them is run, nothing is wrong."""
+"""Malformed arguments and edited files raise Partway's own errors; nothing in them runs, and no result is wrong."""
 
 from __future__ import annotations
 

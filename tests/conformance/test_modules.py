@@ -1,5 +1,5 @@
-"""PyTorch's own samples of its modules (`module_db`), each split along a dim of its first argument, on one device's
-numbers."""
+"""PyTorch's samples of its modules (`module_db`), each split along a dim of its first argument, and compared with one
+device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partway.strategy.errors import PartwayError
 QUICK = ("nn.GroupNorm", "nn.MaxPool2d", "nn.MultiLabelMarginLoss")
 MOST = 3  # samples of a module in each mode
 _LAZY = "LazyConv1d", "LazyConv2d", "LazyConv3d", "LazyConvTranspose1d", "LazyConvTranspose2d", "LazyConvTranspose3d"
-# What the errors say, of modules that are refused.
+# Texts of the errors for refused modules.
 REFUSED = {f"nn.{name}": "has parameters without a shape yet; call it once before shard" for name in _LAZY}
 
 
@@ -31,12 +31,12 @@ def infos() -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Of all modules, without the import that lists them: torch.nn's, as far as they have samples."""
+    """The names of all modules of torch.nn with samples, without the import that lists them."""
     return sorted(infos())
 
 
 def evenly(samples: list[Any]) -> list[Any]:
-    """At most so many of them."""
+    """At most this many of them, evenly spaced."""
     return samples[:: max(1, -(-len(samples) // MOST))]
 
 
@@ -61,7 +61,7 @@ def run(module: nn.Module, sample: Any) -> dict[str, Tensor | None]:
 
 
 def splits(sample: Any) -> list[tuple[Any, ...]]:
-    """`in_strategy` for each dim of the first argument that two ranks share evenly; where there is none, nothing."""
+    """`in_strategy` for each dim of the first argument that two ranks divide evenly; none if there is no such dim."""
     first = sample.args[0] if sample.args else None
     if not isinstance(first, Tensor):
         return [()]
@@ -70,7 +70,7 @@ def splits(sample: Any) -> list[tuple[Any, ...]]:
 
 
 def examine(info: Any) -> tuple[list[str], list[str], int]:
-    """What is wrong, what is refused, and how many splits were tried."""
+    """The wrong results, the refusals, and the number of splits tried."""
     wrong, refused, tried = [], [], 0
     for training in (True, False):
         made = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=training)

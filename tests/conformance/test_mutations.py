@@ -1,11 +1,11 @@
-"""Each mechanism of mutations.py is where it says, and so is the test that fails without it."""
+"""The text of each mutation of mutations.py occurs in its file, and the test that fails without it exists."""
 
 import mutations
 import pytest
 from sources import functions_of
 
 ROWS = mutations.all_of()
-SLICE = ("elements of lists that it reads are as they were", "which program runs has a line")
+SLICE = ("elements of lists that it reads are compared", "the program that runs has a line")
 
 
 @pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))

@@ -1,4 +1,4 @@
-"""PyTorch's samples of its operators, split: right, and as sharded as docs/coverage/operators.md says."""
+"""PyTorch's samples of its operators, split: right, and as sharded as docs/coverage/operators.md states."""
 
 import operators
 import pytest

@@ -1,4 +1,4 @@
-"""docs/options.md says of every option what the options say, and names every variable of the environment."""
+"""docs/options.md describes every option as the options do, and names every environment variable."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Where one rank differs every rank says so: see ranks.py, and docs/coverage/ranks.md."""
+"""If one rank differs, every rank reports it: see ranks.py and docs/coverage/ranks.md."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Every file that is read, changed in its structure and in its bytes: what is loaded is what the file says, or an
-error of Partway's own names the file. `sealed`: its checksums are right again, so that what is behind them is reached.
-"""
+"""Every kind of file that Partway reads, with changed structure and changed bytes: either the loaded values are those
+of the file, or an error of Partway's own names the file. `sealed`: the checksums are corrected, so that the checks
+behind them run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ JUNK = (
 
 
 class Home:
-    """A folder of files that are right; `changed` puts one in another form, and `restore` makes all right again."""
+    """A folder of valid files; `changed` changes the form of one, and `restore` restores all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Home:
                 path.write_bytes(content)
 
     def replace(self, path: Path, draws: Random) -> None:
-        """Put no file there, a folder, a link that leads nowhere or to itself, or junk."""
+        """Replace the file by nothing, a folder, a link that leads nowhere or to itself, or junk."""
         path.unlink()
         match draws.randrange(5):
             case 0:
@@ -72,7 +72,7 @@ class Home:
 
 
 def edited_json(data: bytes, draws: Random) -> bytes:
-    """JSON with other values, a value in another spelling, or a name twice."""
+    """JSON with other values, with a value in another spelling, or with a repeated name."""
     tree = json.loads(data)
     if places := list(malformed._places(tree)) if draws.random() < 0.3 else []:
         holder, key = draws.choice(places)
@@ -97,7 +97,7 @@ def edited_header(data: bytes, draws: Random) -> bytes:
 
 
 def edited_note(data: bytes, draws: Random) -> bytes:
-    """A rank's file that says something else of itself."""
+    """A rank's file with other facts about the rank."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     note = header["__metadata__"]["partway"].encode()
@@ -107,7 +107,7 @@ def edited_note(data: bytes, draws: Random) -> bytes:
 
 
 def refusal(call: Callable[[], object], *named: Path) -> pw.PartwayError | None:
-    """The error of Partway's own that a call raises, of one line, which names one of the files; None if it works."""
+    """The one-line error of Partway's own that a call raises, which names one of the files; None if the call works."""
     found = None
     try:
         with malformed.within(malformed.SECONDS), warnings.catch_warnings(action="ignore"):
@@ -123,7 +123,7 @@ def refusal(call: Callable[[], object], *named: Path) -> pw.PartwayError | None:
 
 
 def agrees(said: Any, found: Any) -> bool:
-    """Whether what was loaded is what a file says; what it says beyond that is of a later version."""
+    """Whether the loaded values are those of a file; further fields in the file belong to a later version."""
     if isinstance(said, dict) and isinstance(found, dict):
         return all(agrees(said[name], found[name]) for name in said.keys() & found.keys())
     if isinstance(said, list) and isinstance(found, list):
@@ -156,7 +156,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 
 def sealed(home: Home) -> None:
-    """Make the sizes and the checksums in the manifest those of the files."""
+    """Correct the sizes and the checksums in the manifest."""
     manifest = json.loads((home.folder / MANIFEST).read_bytes())
     for name in manifest["sizes"]:
         content = (home.folder / name).read_bytes()
@@ -298,7 +298,7 @@ def test_a_name_that_a_file_says_twice_is_refused(documents: Home, name: str) ->
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """A configuration of certificates, with all that it may say."""
+    """A configuration of certificates with all its fields."""
     folder = tmp_path_factory.mktemp("certificates")
     authority = Authority(folder)
     for side in ("server", "client"):
@@ -389,7 +389,7 @@ def test_a_changed_folder_of_graphs_is_read_or_refused_by_name(
 
 @pytest.fixture(scope="module")
 def program() -> tuple[Any, Any, bytes]:
-    """A graph, the program that was made of it, and its bytes."""
+    """A graph, its program, and the program's bytes."""
     compiled = pw.compile(Net(), (X,), mesh=MESH)
     return compiled.graph, compiled.program, dump(compiled.program, compiled.graph, (Program,))
 

@@ -1,12 +1,12 @@
-"""How each test starts, here and on a rank."""
+"""The state in which each test starts, here and on a rank."""
 
 import os
 import sys
 
 
 def start_afresh():
-    """The options, the seed and the device that a new process has: the test before may have left them in any state.
-    What was not imported is not imported for it."""
+    """Reset options, seed and device to those of a new process: the previous test may have left them in any state.
+    Nothing is imported for this."""
     if torch := sys.modules.get("torch"):
         torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
         torch.manual_seed(0)

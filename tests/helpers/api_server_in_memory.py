@@ -1,7 +1,7 @@
-"""An API server of Kubernetes in this process, over HTTP: enough for the operator to list, watch and write.
+"""A Kubernetes API server in this process, over HTTP, with the lists, watches and writes that the operator needs.
 
-Not here: schemas, RBAC, admission. Objects outlive `stop` and `start`, as etcd's do; a job's go with it, as garbage
-collection has it. A real one is in kubernetes_server.py.
+It has no schemas, RBAC or admission. Objects survive `stop` and `start`, as in etcd, and a job's objects are deleted
+with it, as by the garbage collector. kubernetes_server.py starts a real server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATH = re.compile(
 
 
 class Refusal(Exception):
-    """An answer that is no success."""
+    """An error response."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 
 class ApiServer:
-    """The server. `defined`: whether it knows jobs; `forbidden`: kinds that nobody may read."""
+    """The server. `defined`: whether it has the definition of jobs; `forbidden`: kinds that nobody may read."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}  # by kind, namespace and name
@@ -53,12 +53,12 @@ class ApiServer:
     # -- As an administrator
 
     def start(self) -> None:
-        """Begin to answer, on the same port each time."""
+        """Start to answer, on the same port each time."""
         self._server = _Server(self, self.port)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:
-        """Answer no more; connections break."""
+        """Stop answering; connections break."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -96,7 +96,7 @@ class ApiServer:
         return path
 
     def undefine(self) -> None:
-        """The definition goes, and all jobs with it; watches of them end."""
+        """Delete the definition and all jobs; their watches end."""
         with self._changed:
             for key in [key for key in self.objects if key[0] == JOBS]:
                 self._remove(key)
@@ -104,14 +104,14 @@ class ApiServer:
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """Watches cannot go on from an earlier version: 410."""
+        """Make watches from earlier versions fail with 410."""
         with self._changed:
             self._changes.clear()
             self._version += 1
             self._oldest = self._version
 
     def put(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Make an object, as `kubectl create`."""
+        """Create an object, as `kubectl create` does."""
         with self._changed:
             made = copy.deepcopy(body)
             metadata = made["metadata"]
@@ -133,7 +133,7 @@ class ApiServer:
             return sorted(name for each, _, name in self.objects if each == kind)
 
     def get(self, kind: str, name: str, namespace: str = "default") -> dict[str, Any]:
-        """An object; empty if there is none."""
+        """An object, or an empty one if there is none."""
         with self._changed:
             return copy.deepcopy(self.objects.get((kind, namespace, name), {}))
 
@@ -174,7 +174,7 @@ class ApiServer:
     # -- As its clients see it
 
     def answer(self, verb: str, path: str, body: Any) -> dict[str, Any] | Watched:
-        """What a request is answered with. Raises Refusal."""
+        """The response to a request. Raises Refusal."""
         url = urlsplit(path)
         asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
         parts = _PATH.fullmatch(url.path)
@@ -223,7 +223,7 @@ class ApiServer:
 
 
 class _Selection:
-    """The objects that a list or a watch is of."""
+    """The objects that a list or a watch selects."""
 
     def __init__(self, kind: str, namespace: str | None, asked: dict[str, str]) -> None:
         self._kind, self._namespace = kind, namespace
@@ -231,7 +231,7 @@ class _Selection:
         self._name = asked.get("fieldSelector", "").removeprefix("metadata.name=")
 
     def holds(self, kind: str, body: dict[str, Any]) -> bool:
-        """Whether an object is one of them."""
+        """Whether an object is selected."""
         metadata = body["metadata"]
         labels = metadata.get("labels") or {}
         return (
@@ -243,7 +243,7 @@ class _Selection:
 
 
 class Watched:
-    """The events of a watch, as they come."""
+    """The events of a watch, in the order of their occurrence."""
 
     def __init__(self, server: ApiServer, selection: _Selection, version: int, seconds: float) -> None:
         self._server, self._selection, self._version, self._seconds = server, selection, version, seconds
@@ -286,7 +286,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break are part of it."""
+        """Ignore broken connections, which tests cause."""
 
     def hang_up(self) -> None:
         """Break all connections."""
@@ -332,4 +332,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: tests read what it was asked in `requests`."""
+        """Log nothing: tests read `requests`."""

@@ -1,4 +1,4 @@
-"""An authority that signs certificates, in files, for tests."""
+"""A certificate authority for tests, which writes its certificates to files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True)
 class Authority:
-    """Its files are in `folder`, under its name."""
+    """A certificate authority with its files in `folder`, under its name."""
 
     folder: Path
     name: str = "authority"
@@ -44,8 +44,8 @@ class Authority:
         self, name: str, start: timedelta = timedelta(days=-1), end: timedelta = timedelta(days=1000),
         kind: str = "pem", password: str = "", address: str = "",
     ) -> Path:  # fmt: skip
-        """A file with a new key and its certificate, which is valid from `start` to `end`, from now. `address`: of the
-        host that it names."""
+        """A file with a new key and its certificate, valid from `start` to `end`, relative to now. `address`: the
+        address of the host in it."""
         key: Any = ec.generate_private_key(ec.SECP256R1())
         builder = _certificate(name, self.name, key, start, end)
         if address:
@@ -63,7 +63,7 @@ class Authority:
         return file
 
     def revoke(self, *files: Path) -> Path:
-        """A file that says that the certificates in `files` are not valid any more."""
+        """A file that revokes the certificates in `files`."""
         now = datetime.now(UTC)
         builder = x509.CertificateRevocationListBuilder().issuer_name(_name(self.name))
         builder = builder.last_update(now - timedelta(days=1)).next_update(now + timedelta(days=100))

@@ -1,4 +1,4 @@
-"""When two runs count as equal."""
+"""Whether two runs count as equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = Mapping[str, Any]
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in what a model returns."""
+    """The loss in the result of a model."""
     return result if isinstance(result, Tensor) else result.loss
 
 
@@ -29,7 +29,7 @@ def gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor 
 
 
 def whole(value: Any) -> Any:
-    """`value` with a plain tensor of all values for each DTensor, in lists, tuples and dicts too."""
+    """`value` with each DTensor replaced by the plain tensor of all its values, also in lists, tuples and dicts."""
     if isinstance(value, dict):
         return {key: whole(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -55,7 +55,7 @@ def curve(model: nn.Module, optimizer: Callable[..., Any], batches: Iterable[Bat
 
 
 def tolerance(dtype: torch.dtype, single: bool = False) -> float:
-    """How far two right results may be apart, relatively. `single`: the model itself computes in float32."""
+    """The relative difference allowed between two right results. `single`: the model itself computes in float32."""
     if dtype is torch.float32:
         return 1e-4
     return 1e-6 if single else 1e-10
@@ -64,12 +64,12 @@ def tolerance(dtype: torch.dtype, single: bool = False) -> float:
 def assert_same_gradients(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], relative: float
 ) -> None:
-    """Every gradient is there or absent alike, and |found - expected| <= relative |expected| + 4 eps * the largest.
+    """Check that the same gradients exist, and that |found - expected| <= relative |expected| + 4 eps * the largest.
 
-    The last term is what rounding leaves of a gradient that is zero in exact arithmetic: a key's bias moves all
-    scores of a query alike and softmax does not see it, so what is computed is the rest of terms that cancel, and those
-    are as large as other gradients. It is four units of rounding (9e-16 in float64): each adds up its terms in an
-    order of its own, and so little that no wrong factor hides in it.
+    The last term allows for rounding of a gradient that is zero in exact arithmetic. A key's bias shifts all scores of
+    a query equally, which softmax cancels. The result is the remainder of terms as large as other gradients. It is four
+    units of rounding (9e-16 in float64): each run adds its terms in its own order, and the limit is too small to hide a
+    wrong factor.
     """
     assert list(found) == list(expected)
     assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
@@ -85,7 +85,7 @@ def assert_same_gradients(
 
 
 def assert_same_loss(found: Tensor, expected: Tensor, relative: float) -> None:
-    """Losses agree. Hugging Face casts logits to float32 for some losses, whatever the model's dtype."""
+    """Check that losses agree. Hugging Face casts logits to float32 for some losses, whatever the model's dtype."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     if found.dtype is torch.float32:
         relative = max(relative, 1e-6)
@@ -94,12 +94,12 @@ def assert_same_loss(found: Tensor, expected: Tensor, relative: float) -> None:
 
 
 def counted(collectives: Iterable[Any]) -> Counter[tuple[Any, ...]]:
-    """Collectives (planned, of a program, or that ran) as a multiset."""
+    """Collectives (of a plan, of a program, or those that ran) as a multiset."""
     return Counter((str(c.kind), c.axes, c.group_size, c.payload_bytes, c.phase) for c in collectives)
 
 
 def carried(collectives: Iterable[Any]) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]]]:
-    """What planned collectives or those of a program carry, however they are grouped: which tensors, and the bytes."""
+    """The tensors and bytes that the collectives of a plan or a program carry, however they are grouped."""
     tensors: Counter[tuple[Any, ...]] = Counter()
     payload: Counter[tuple[Any, ...]] = Counter()
     for c in collectives:
@@ -110,13 +110,13 @@ def carried(collectives: Iterable[Any]) -> tuple[Counter[tuple[Any, ...]], Count
 
 
 def run_and_count(model: Any, batch: Batch) -> Counter[tuple[Any, ...]]:
-    """What one training step of `model` communicates."""
+    """The collectives of one training step of `model`."""
     with pw.record_collectives() as events:
         loss_of(model(**batch)).backward()
     return counted(events)
 
 
 def assert_sends_as_planned(model: Any, batch: Batch) -> None:
-    """What runs is what the program lists, and that is what the plan lists, in groups."""
+    """Check that the step runs the collectives that the program lists, which are those of the plan, in groups."""
     assert run_and_count(model, batch) == counted(model.program.collectives)
     assert carried(model.program.collectives) == carried(model.plan.collectives)

@@ -1,4 +1,5 @@
-"""Each collective of `partway.ops` as the program of one rank, and as a formula over what all ranks of a group have."""
+"""Each collective of `partway.ops` as the program of one rank, and as a formula over the values of all ranks of a
+group."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """`program(x, group)` is what a rank does; `formula(xs)` what all of a group get from what they have."""
+    """A collective: `program(x, group)` is the program of a rank; `formula(xs)` gives the results of all ranks of a
+    group from their values."""
 
     program: Callable[[Tensor, Any], Tensor]
     formula: Callable[[list[Tensor]], list[Tensor]]
@@ -56,7 +58,7 @@ def scattered(op: str, dim: int) -> Case:
 
 
 def exchanged(split: int, concat: int) -> Case:
-    """Pieces along `split`, put together along `concat`."""
+    """Pieces split along `split` and concatenated along `concat`."""
     return Case(
         lambda x, group: pw.ops.all_to_all(x, split, concat, group),
         lambda xs: [torch.cat([x.chunk(len(xs), split)[rank] for x in xs], concat) for rank in range(len(xs))],
@@ -64,17 +66,17 @@ def exchanged(split: int, concat: int) -> Case:
 
 
 def gathered(dim: int) -> Case:
-    """Along `dim`."""
+    """The values of all ranks, concatenated along `dim`."""
     return Case(lambda x, group: pw.ops.all_gather(x, dim, group), lambda xs: [torch.cat(xs, dim)] * len(xs))
 
 
 def broadcast(root: int) -> Case:
-    """From `root`."""
+    """The value of `root` on all ranks."""
     return Case(lambda x, group: pw.ops.broadcast(x, root, group), lambda xs: [xs[root].clone()] * len(xs))
 
 
 def permuted(pairs: list[tuple[int, int]]) -> Case:
-    """By pairs of source and target."""
+    """The values sent by pairs of source and target."""
     sources = {target: source for source, target in pairs}
     return Case(
         lambda x, group: pw.ops.permute(x, pairs, group),
@@ -88,7 +90,7 @@ def _shifted(x: Tensor, group: Any) -> Tensor:
 
 
 def _from_neighbours(x: Tensor, group: Any) -> Tensor:
-    """Twice what comes from the rank above, and thrice what comes from the one below; none comes round the ends."""
+    """Twice the value of the rank above plus three times that of the rank below; the ends do not wrap around."""
     here, size = pw.axis_index(group), pw.axis_size(group)
     others = [other for other in (here - 1, here + 1) if 0 <= other < size]
     came = dict(
@@ -118,13 +120,13 @@ CASES = {
 
 
 def values(mesh: Mesh, seed: int = 0) -> Tensor:
-    """What each rank has: (ranks, rows, columns), around 1, no two alike."""
+    """The value of each rank: [ranks, rows, columns], near 1, all different."""
     generator = torch.Generator().manual_seed(seed)
     return 1 + torch.rand(mesh.device_num, ROWS, ROWS, dtype=torch.float64, generator=generator) / 8
 
 
 def expected(case: Case, x: Tensor, mesh: Mesh, group: Any) -> Tensor:
-    """By the formula: what each rank gets of `x` that all have, stacked."""
+    """The results of the ranks by the formula, stacked, if all of them have x."""
     results: dict[int, Tensor] = {}
     for ranks in mesh.groups(*Place(mesh, 0).axes(group)):
         results |= zip(ranks, case.formula([x[rank].sin() for rank in ranks]), strict=True)
@@ -132,12 +134,12 @@ def expected(case: Case, x: Tensor, mesh: Mesh, group: Any) -> Tensor:
 
 
 def program(case: Case, group: Any) -> Callable[[Tensor], Tensor]:
-    """What a rank does with what it has, made nonlinear: second derivatives are not all zero."""
+    """The program of a rank with a nonlinear function of the result, so that not all second derivatives are zero."""
     return lambda x: case.program(x.sin(), group)
 
 
 def derivatives(y: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of sum(y w) after x, and of half the square of that after x."""
+    """The derivative of sum(y w) with respect to x, and the derivative of half its square."""
     (first,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum() / 2, x)
     return first.detach(), second

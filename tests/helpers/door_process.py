@@ -17,7 +17,7 @@ print(listener.getsockname()[1], flush=True)
 store = door.store_behind(listener, door.DoorGuard(sys.argv[1].encode()))
 sys.stdin.read()
 """
-KINDS = ("silent", "garbage", "half", "gone", "loris")  # what the strangers of a flood say
+KINDS = ("silent", "garbage", "half", "gone", "loris")  # what the clients of a flood send
 FLOOD = """
 import os, socket, sys
 
@@ -31,7 +31,7 @@ for number in range(10**9):
     held.append(one)
     if len(held) > 2000:
         held.pop(0).close()
-    # What has been accepted long ago is written to; a handshake of TCP that is not over yet is no matter.
+    # Write to connections that were accepted long ago; TCP handshakes may still be in progress.
     for old in held[-20:-19] if kind != "loris" else held[-400::40]:
         try:
             old.send(sends) if sends else None
@@ -54,7 +54,7 @@ def keeper(secret: bytes) -> Iterator[tuple[subprocess.Popen[str], tuple[str, in
 
 @contextmanager
 def flood(kind: str, port: int) -> Iterator[subprocess.Popen[str]]:
-    """It runs, and has made more connections than a door holds; a line for each 500 comes."""
+    """A running flood that has already made more connections than a door holds; it prints a line for each 500."""
     with _running(FLOOD, kind, str(port)) as process:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 1000:

@@ -1,4 +1,4 @@
-"""What tests of expansions share: the graph of a function computes what the function does."""
+"""Checks for tests of expansions: the captured graph of a function gives the results of the function."""
 
 import copy
 
@@ -39,7 +39,7 @@ def run(graph, fn, args):
 
 
 def check(lab, fn, *args, gone=None):
-    """The graph of `fn` computes what `fn` does, and `gone` is not in it."""
+    """Check that the graph of `fn` gives the same results as `fn`, and that `gone` is not in it."""
     graph = capture(fn, args, {}, CaptureOptions(random_numbers=RandomNumbers.TORCH))
     if gone is not None:
         assert gone not in {node.target for node in graph.nodes}
@@ -60,7 +60,7 @@ def check(lab, fn, *args, gone=None):
 
 
 def check_split(lab, fn, *args):
-    """The same, and with the first argument split along its first dim."""
+    """As `check`, also with the first argument split along its first dim."""
     graph = check(lab, fn, *args)
     split = Layout(lab.LINE, (Shard(0),))
     name = next(port.name for port in graph.inputs if port.role is Role.INPUT)

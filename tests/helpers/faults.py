@@ -1,7 +1,7 @@
-"""A job of two workers that something happens to: what becomes of it, and how soon.
+"""A job of two workers in which a fault occurs: its outcome, and the time that it takes.
 
-The script trains with `pw.Resume` over a shuffled loader, with dropout, in float64, and writes each loss down. What is
-to happen in the script stands in the file `fault`; what happens from outside, happens when rank 0 has done step 12.
+The script trains with `pw.Resume` over a shuffled loader, with dropout, in float64, and records each loss. The file
+`fault` has the fault that occurs in the script. A fault from outside occurs after rank 0 has done step 12.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=run,
 
 @dataclass
 class Outcome:
-    """What became of a job. `seconds`: from what happened to the end of all or, where it goes on, the longest between
-    two new steps after it; `codes`: how each process ended, by its name; `said`: what each wrote on stderr."""
+    """The outcome of a job. `seconds`: the time from the fault to the end of all processes or, if the job goes on, the
+    longest time between two new steps after it; `codes`: the exit status of each process, by its name; `said`: the
+    stderr of each process."""
 
     seconds: float
     codes: dict[str, int]
@@ -125,10 +126,10 @@ class Outcome:
 
 @dataclass
 class Job:
-    """Processes in `folder`, which are started again where `again` says how often.
+    """Processes in `folder`, which are restarted as often as `again` says.
 
-    start      the commands, by name, with the variables of each
-    patience   seconds in which all processes that they started have to end after them
+    start      the commands by name, with the variables of each
+    patience   seconds after which all processes started by them have to have ended
     """
 
     folder: Path
@@ -145,7 +146,8 @@ class Job:
         self, happens: Callable[[Job], None] | None = None, later: tuple[float, Callable[[Job], None]] | None = None,
         limit: float = 120, until: Callable[[Job], bool] | None = None,
     ) -> Outcome:  # fmt: skip
-        """Start all, let it happen, and wait for the end. `until`: instead of at step 12."""
+        """Start all processes, cause the fault, and wait for the end. `until`: the condition to wait for before the
+        fault, if not step 12."""
         for name in self.start:
             self.begin(name)
         end, when, new, best, longest = time.monotonic() + limit, None, time.monotonic(), -1, 0.0
@@ -182,7 +184,7 @@ class Job:
             )  # fmt: skip
 
     def look(self) -> None:
-        """Take note of those that have ended, and start them again."""
+        """Record the processes that have ended, and restart them."""
         for name, process in list(self.running.items()):
             code = process.poll()
             if code is not None:
@@ -193,7 +195,7 @@ class Job:
                     self.begin(name)
 
     def end(self) -> list[str]:
-        """End what still runs. Its names, and what else bears the job's mark."""
+        """End the processes that still run. Return their names, and those of other processes with the job's mark."""
         names = [*self.running]
         for name, process in self.running.items():
             with suppress(ProcessLookupError):
@@ -232,7 +234,7 @@ class Job:
         return self.folder / f"{name}.log"
 
     def losses(self) -> dict[int, set[str]]:
-        """What was written down for each step, by any rank in any attempt."""
+        """The losses of each step, from any rank in any attempt."""
         found: dict[int, set[str]] = {}
         for path in self.folder.glob("losses.*"):
             for line in path.read_text().splitlines():
@@ -242,7 +244,7 @@ class Job:
 
 
 def marked(mark: str) -> dict[int, str]:
-    """The processes that run with a job's mark in their environment, with their commands."""
+    """The processes that have a job's mark in their environment, with their commands."""
     found = {}
     for place in Path("/proc").iterdir():
         if place.name.isdecimal():
@@ -271,7 +273,7 @@ def by_the_scheduler(folder: Path, again: int, port: int | None = None, **variab
 
 
 def by_torchrun(folder: Path, again: int, **variables: str) -> Job:
-    """torchrun with two workers; with `again`, it starts them again so often."""
+    """torchrun with two workers; with `again`, it restarts them this often."""
     port = free_port()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(again),
@@ -282,7 +284,7 @@ def by_torchrun(folder: Path, again: int, **variables: str) -> Job:
 
 
 def by_ray(folder: Path, again: int, **variables: str) -> Job:
-    """Ray Train with two workers; with `again`, it starts them again so often. Its agents end a while after a driver
+    """Ray Train with two workers; with `again`, it restarts them this often. Its agents end some time after a driver
     that was killed."""
     prepare(folder)
     (folder / "by_ray.py").write_text(RAY, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Records like those that PyTorch keeps of NCCL's collectives."""
+"""Records like those of PyTorch's flight recorder for NCCL's collectives."""
 
 from __future__ import annotations
 

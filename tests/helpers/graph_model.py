@@ -36,18 +36,18 @@ def sharded(**more: object) -> Net:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """What it is called with."""
+    """The arguments of its call."""
     return torch.ones(4, 8), torch.zeros(4, 8)
 
 
 def train(**more: object) -> Net:
-    """One step."""
+    """Run one step."""
     model = sharded(**more)
     model(*batch()).backward()
     return model
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The files of a folder by their paths in it."""
+    """The contents of the files of a folder, by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files}

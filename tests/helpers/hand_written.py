@@ -1,4 +1,5 @@
-"""Programs of one rank as people write them, a GPT that has them as manual functions, and the same on one device."""
+"""Manual programs of one rank as users write them, a GPT with them as manual functions, and the same GPT on one
+device."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from partway.strategy import Partial, Replicate
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries that a rank has to the keys of all ranks, which go round. q, k, v: [batch, heads,
-    positions, width], of which a rank has some positions."""
+    """Causal attention in which the keys and values of all ranks move around a ring. q, k, v: [batch, heads, positions,
+    width], with a rank's share of the positions."""
     n, here, own = pw.axis_size("tp"), pw.axis_index("tp"), q.shape[-2]
     out, weight = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     for step in range(n):
@@ -39,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def split_mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, last: Tensor) -> Tensor:
-    """Megatron-LM's: the first weight by rows, the second by columns, and one sum."""
+    """Megatron-LM's MLP: the first weight split by rows, the second by columns, and one sum."""
     return pw.ops.all_reduce(F.gelu(x @ up.t() + bias) @ down.t(), group="tp") + last
 
 
@@ -48,7 +49,8 @@ def mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, last: Tensor) -> Tens
 
 
 def exchanged_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Each token goes to the rank of its expert, and back. x: [tokens, width]; up, down: those of a rank's experts."""
+    """Send each token to the rank of its expert, and back. x: [tokens, width]; up, down: the weights of a rank's
+    experts."""
     count = up.shape[0] * pw.axis_size("tp")
     weight, chosen = (x @ gate).softmax(-1).max(-1)
     places = F.one_hot(chosen, count).to(x.dtype)
@@ -65,7 +67,7 @@ def experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def split_loss(hidden: Tensor, vocabulary: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy over a vocabulary of which a rank has some words; the addend of a rank's tokens."""
+    """Cross entropy over a vocabulary of which a rank has a part; the addend of a rank's tokens."""
     logits = hidden @ vocabulary.t()
     largest = pw.ops.all_reduce(logits.detach().amax(-1), "max", group="tp")
     total = pw.ops.all_reduce((logits - largest[:, None]).exp().sum(-1), group="tp")
@@ -127,8 +129,8 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Four layers: one as PyTorch has it, then one each with a manual function for its attention, its MLP and its
-    experts; the loss is a manual function too. On one device (`manuals=False`) all is plain."""
+    """Four layers: one with PyTorch's operators, and one each with a manual function for its attention, its MLP and its
+    experts; the loss is a manual function too. With `manuals=False`, on one device, it has no manual function."""
 
     def __init__(self, manuals: bool, width: int = 16, words: int = 32) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class GPT(nn.Module):
 
 
 def pair(**given: Any) -> tuple[GPT, Any]:
-    """The GPT on one device in float64, and the same with its manual functions, sharded with `given`."""
+    """The GPT on one device in float64, and the same GPT with its manual functions, sharded with `given`."""
     torch.manual_seed(3)
     plain = GPT(manuals=False).double()
     model = GPT(manuals=True).double()

@@ -1,10 +1,10 @@
-"""What Partway logs, in tests."""
+"""Partway's log messages, for tests."""
 
 import logging
 
 
 class Heard(logging.Handler):
-    """What Partway logs."""
+    """Collects Partway's log messages."""
 
     def __init__(self):
         super().__init__()

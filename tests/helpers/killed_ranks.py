@@ -20,25 +20,25 @@ from partway.runtime.ranks.watch import Watch
 
 RANKS = 2
 TIMEOUT = 60.0  # seconds that the ranks wait for each other
-PATIENCE = 60.0  # seconds in which those that are left have to end: they are told
+PATIENCE = 60.0  # seconds within which the remaining ranks have to end, with an error
 
 
 def made() -> tuple[Any, torch.optim.Optimizer]:
-    """A model and an optimizer, with the same values each time."""
+    """A model and an optimizer, with the same values at each call."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 63))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One step, of gradients that follow from its number."""
+    """One step, with gradients computed from its number."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float(step))
     optimizer.step()
 
 
 def goes_on(model: Any, optimizer: torch.optim.Optimizer, folder: str, asynchronous: bool) -> None:
-    """Load, train and save without end."""
+    """Load, train and save in an endless loop."""
     step = pw.load(folder, model, optimizer)["step"]
     while True:
         step += 1
@@ -47,7 +47,7 @@ def goes_on(model: Any, optimizer: torch.optim.Optimizer, folder: str, asynchron
 
 
 def killed_at(moment: float) -> Callable[[Collection[Any]], None]:
-    """Kills processes `moment` seconds after they have begun to save."""
+    """Kills processes `moment` seconds after they begin to save."""
 
     def kill(processes: Collection[Any]) -> None:
         time.sleep(moment)
@@ -61,9 +61,9 @@ def until_killed(
     folder: str, doomed: Collection[int], kill: Callable[[Collection[Any]], None], asynchronous: bool = False,
     early: str = "",
 ) -> dict[int, str]:  # fmt: skip
-    """Have ranks train and save, and `kill` those of `doomed`; `early`: they kill themselves where rank 0 is to tell
-    the others how a meeting went ("meeting"), or where the ranks make a process group ("connecting"). What each of
-    the others said at its end. Raises AssertionError for one that stays."""
+    """Let ranks train and save, and `kill` those of `doomed`. `early`: they kill themselves where rank 0 is about to
+    report the result of a meeting ("meeting"), or where the ranks make a process group ("connecting"). Return the last
+    message of each other rank. Raises AssertionError if one of them does not end."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [Pipe() for _ in range(RANKS)]
     processes = [

@@ -1,12 +1,12 @@
-"""A stand-in for a node of Kubernetes: it binds pending pods to the node "local" and runs the command of each pod's
-first container as a process of this machine.
+"""A stand-in for a Kubernetes node: it binds pending pods to the node "local", and runs the command of each pod's first
+container as a process of this machine.
 
-    python kubelet.py KUBECONFIG LOG_FOLDER
+python kubelet.py KUBECONFIG LOG_FOLDER
 
-It shows the API server what a kubelet does (binding, phase, status with exit code, readiness, deletion), and does
-nothing of what isolates pods: neither images nor volumes nor networks. There is no cluster DNS, so that the name of a
-service is 127.0.0.1. What a node does wrong is asked for by images: "missing" is never found, "unready" never gets
-ready, "done" succeeds at once without a process, "done:3" ends with status 3.
+To the API server it behaves like a kubelet (binding, phase, status with exit code, readiness, deletion), but it does
+not isolate pods: it has no images, volumes or networks. There is no cluster DNS, so the name of a service is 127.0.0.1.
+Names of images request failures: "missing" is never found, "unready" never becomes ready, "done" succeeds at once
+without a process, "done:3" ends with status 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Kubelet:
-    """The node. `logs`: a folder for what processes say, NAMESPACE.POD.log, which grows with each that has the name."""
+    """The node. `logs`: a folder for the output of processes, in NAMESPACE.POD.log, to which all pods of a name
+    append."""
 
     def __init__(self, logs: Path) -> None:
         self._api, self._logs = client.CoreV1Api(), logs
@@ -36,7 +37,7 @@ class Kubelet:
         self._seen: set[str] = set()
 
     def run(self) -> None:
-        """Watch pods, for ever; the API server may come and go."""
+        """Watch pods forever, also if the API server is temporarily unreachable."""
         while True:
             try:
                 for event in watch.Watch().stream(self._api.list_pod_for_all_namespaces, timeout_seconds=30):
@@ -126,7 +127,7 @@ class Kubelet:
             )  # fmt: skip
 
     def _clear(self, uid: str) -> None:
-        """End what the process of a pod has started: nothing outlives it in a container."""
+        """End the processes that a pod's process has started: none of them would outlive a container."""
         mark = f"PARTWAY_READY_FILE={self._logs / uid}.ready".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -154,10 +155,10 @@ class Kubelet:
                 )
                 return
             except client.ApiException as error:
-                if error.status in (404, 409):  # it is gone, or another has its name
+                if error.status in (404, 409):  # it was deleted, or another pod has its name
                     return
                 time.sleep(0.5)
-            except Exception:  # the API server is away
+            except Exception:  # the API server is unreachable
                 time.sleep(0.5)
 
 

@@ -27,7 +27,7 @@ _BINARIES = ("kube-apiserver", "kube-controller-manager", "kubectl")
 
 
 def missing() -> str:
-    """What is not on this machine; "" if all is."""
+    """The binaries that this machine lacks; "" if it has all."""
     lacking = [str(BUILT / name) for name in _BINARIES if not (BUILT / name).exists()]
     if shutil.which("etcd") is None:
         lacking.append("etcd")
@@ -36,7 +36,7 @@ def missing() -> str:
 
 @dataclass
 class Kubernetes:
-    """A cluster. `folder`: of its keys, its data, and all logs."""
+    """A cluster. `folder`: for its keys, its data, and all logs."""
 
     folder: Path
     port: int = field(default_factory=free_port)
@@ -51,11 +51,11 @@ class Kubernetes:
 
     @property
     def logs(self) -> Path:
-        """The folder of what pods say: NAMESPACE.POD.log."""
+        """The folder of the output of pods: NAMESPACE.POD.log."""
         return self.folder / "pods"
 
     def start(self) -> None:
-        """Start all of it but the operator, with the definitions."""
+        """Start everything except the operator, with the definitions."""
         self.logs.mkdir(parents=True)
         token = secrets.token_hex(16)
         (self.folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters")
@@ -105,7 +105,7 @@ class Kubernetes:
         self.until(lambda: self.kubectl("get", "--raw", "/readyz", check=False) == "ok", "the API server", 120)
 
     def install(self, *arguments: str) -> None:
-        """Apply what `partway operator manifests` writes."""
+        """Apply the output of `partway operator manifests`."""
         command = [*PARTWAY, "operator", "manifests", *arguments]
         self.apply(subprocess.run(command, capture_output=True, check=True).stdout.decode())
         self.kubectl("wait", "--for=condition=Established", "crd/partwayjobs.partway.dev", "--timeout=60s")
@@ -120,7 +120,7 @@ class Kubernetes:
         self.run(name, *PARTWAY, "operator", "run", *arguments, KUBECONFIG=str(config))
 
     def _token(self, namespace: str) -> str:
-        """That of the operator's service account: it may do what the manifests say, and nothing else."""
+        """The token of the operator's service account, which has only the rights in the manifests."""
 
         def secrets_of() -> list[Any]:
             said = self.kubectl("-n", namespace, "get", "secrets", "-o", "json")
@@ -142,13 +142,13 @@ class Kubernetes:
             )  # fmt: skip
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """End a process of the cluster, and wait until it has."""
+        """End a process of the cluster, and wait until it has ended."""
         process = self.processes.pop(name)
         process.send_signal(number)
         process.wait(30)
 
     def stop(self) -> None:
-        """End all of it, with what pods run."""
+        """End all processes of the cluster and of its pods."""
         self.kubectl("delete", "pwj", "--all", "--all-namespaces", "--wait=false", check=False)
         for name in ("operator", "kubelet", "manager", "server", "etcd"):
             for own in [each for each in self.processes if each.startswith(name)]:
@@ -164,7 +164,7 @@ class Kubernetes:
             os.kill(pid, signal.SIGKILL)
 
     def _left(self) -> list[int]:
-        """Processes of pods that are still there."""
+        """Processes of pods that are still running."""
         mark = str(self.logs).encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -179,7 +179,7 @@ class Kubernetes:
     # -- As a user
 
     def kubectl(self, *arguments: str, given: str | None = None, check: bool = True) -> str:
-        """What kubectl says."""
+        """The output of kubectl."""
         command = [str(BUILT / "kubectl"), "--kubeconfig", str(self.config), *arguments]
         done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=120)
         assert not check or done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ class Kubernetes:
         self.kubectl("apply", "-f", "-", given=text)
 
     def get(self, kind: str, name: str = "") -> Any:
-        """An object, or the items of all of a kind; None if there is none."""
+        """An object, or the list of all objects of a kind; None if there is none."""
         said = self.kubectl("get", kind, *([name] if name else []), "-o", "json", "--ignore-not-found")
         if not said:
             return None if name else []
@@ -198,7 +198,7 @@ class Kubernetes:
         return found if name else found["items"]
 
     def owned(self, kind: str) -> list[Any]:
-        """The objects of a kind that are of a job."""
+        """The objects of a kind that belong to a job."""
         labelled = self.kubectl("get", kind, "-o", "json", "-l", "partway.dev/job")
         items: list[Any] = json.loads(labelled)["items"]
         return items
@@ -213,7 +213,7 @@ class Kubernetes:
         return str(self.status(name).get("phase", ""))
 
     def until(self, there: Callable[[], Any], what: str, seconds: float = 60, every: float = 0.1) -> float:
-        """Wait until something is so. How many seconds it took."""
+        """Wait until a condition holds. Return the seconds that it took."""
         began = time.monotonic()
         while not there():
             assert time.monotonic() - began < seconds, f"no {what} in {seconds:g} s\n{self.said()}"
@@ -225,24 +225,24 @@ class Kubernetes:
         return self.until(lambda: self.phase(name) == phase, f"{phase} of {name}", seconds)
 
     def log(self, pod: str) -> str:
-        """What a pod has said, with those before it that had its name."""
+        """The output of a pod, and of earlier pods of its name."""
         path = self.logs / f"default.{pod}.log"
         return path.read_text() if path.exists() else ""
 
     def starts(self, pod: str) -> list[str]:
-        """The pods that the node has started under a name, one after another: their uids."""
+        """The uids of the pods that the node has started under a name, in order."""
         lines = (self.folder / "kubelet.log").read_text().splitlines()
         return [line.split()[2] for line in lines if line.startswith(f"starts default.{pod} ")]
 
     def process(self, pod: str) -> int:
-        """The number of the process of a pod that runs."""
+        """The id of the running process of a pod."""
         uid = self.get("pod", pod)["metadata"]["uid"]
         mark = f"PARTWAY_READY_FILE={self.logs / uid}.ready".encode()
         mine = [pid for pid in self._left() if mark in Path(f"/proc/{pid}/environ").read_bytes()]
         return min(mine)  # the others were started by it
 
     def said(self) -> str:
-        """The jobs, the pods, and what all logs end with."""
+        """The jobs, the pods, and the ends of all logs."""
         state = self.kubectl("get", "pwj,pods", "-o", "wide", check=False)
         state += self.kubectl("get", "events", "--sort-by=.lastTimestamp", check=False)
         logs = [*self.folder.glob("operator*.log"), *self.folder.glob("kubelet.log"), *self.logs.glob("*.log")]

@@ -1,11 +1,11 @@
-"""Collectives that are over as late as they can be, for tests of what happens between issue and wait.
+"""Collectives that finish as late as possible, for tests of the time between issue and wait.
 
-On a GPU a collective runs beside what the host has issued before and after it, on a stream of its own: it may read what
-it sends, and write what it gives, at any moment until it is waited for. `late` makes such moments the worst ones:
+On a GPU a collective runs on its own stream, beside the kernels that the host has issued before and after it: it may
+read its operand and write its result at any moment until it is waited for. `late` makes these the worst moments:
 
-    on a CPU    it reads and writes when it is waited for, and what it gives is rubbish before
-    on a GPU    each rank in turn is held up by a kernel before a collective and by one after it, for longer than the
-                collective takes, so that a rank that did not wait would read what the other has not sent
+    on a CPU    it reads and writes when it is waited for, and its result is garbage before that
+    on a GPU    each rank in turn is delayed by a kernel before a collective and by one after it, for longer than the
+                collective takes, so that a rank that does not wait reads data that the other one has not sent
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CYCLES = 3_000_000  # of a GPU: 1.5 to 2 ms
 
 
 class Late:
-    """The work of a collective that has not begun."""
+    """The work of a collective that has not started."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin, self._over = begin, False
@@ -44,7 +44,7 @@ class Late:
 
 @contextlib.contextmanager
 def late(counts: list[int]) -> Iterator[None]:
-    """Within it, collectives are late. `counts[0]` is how many were."""
+    """Make collectives late inside the block. `counts[0]` is the number of late ones."""
     turns = itertools.count(dist.get_rank())
     found = [(issue, "all_gather"), (issue, "reduce_scatter"), (gather, "all_gather")]
     found += [(dist, "all_reduce"), (dist, "all_to_all_single")]
@@ -57,7 +57,7 @@ def late(counts: list[int]) -> Iterator[None]:
             counts[0] += 1
             if out.is_cuda:
                 return held_up(lambda: plain(out, *args, async_op=True, **kwargs), next(turns))
-            if name != "all_reduce":  # which sends what is in `out`
+            if name != "all_reduce":  # which sends the content of `out`
                 out.view(torch.uint8).fill_(0xFF)
             return Late(lambda: plain(out, *args, async_op=True, **kwargs))
 
@@ -73,7 +73,8 @@ def late(counts: list[int]) -> Iterator[None]:
 
 
 def held_up(begin: Callable[[], Any], turn: int) -> Any:
-    """What `begin` gives, with a long kernel before it on this rank or on the other, and after it on that other."""
+    """The result of `begin`, with a long kernel before it on this or the other rank, and one after it on the other
+    rank."""
     if turn % 2:
         torch.cuda._sleep(CYCLES)
     work = begin()

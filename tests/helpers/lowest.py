@@ -1,5 +1,5 @@
-"""Prints the constraints that `make oldest` installs with: those of constraints.txt, but the lowest version that
-pyproject.toml allows of every dependency. It runs before anything is installed."""
+"""Prints the constraints for `make oldest`: those of constraints.txt, with the lowest version of each dependency that
+pyproject.toml allows. It runs before anything is installed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Their exact versions do not fit the lowest ones: import-linter needs rich 14, SciPy NumPy 2, and PyTorch 2.11 an older
-# setuptools. The lowest ones of others do: their newest ones need pydantic 2.9 and 2.14.
+# The exact versions of these are incompatible with the lowest ones of others: import-linter needs rich 14, SciPy NumPy
+# 2, and PyTorch 2.11 an older setuptools. fastapi and kubernetes have their lowest versions too, since their newest
+# ones need pydantic 2.9 and 2.14.
 FREE = ("import-linter", "scipy", "setuptools")
 LOWEST_TOO = ("fastapi", "kubernetes")
 
 
 def lowest(project: dict[str, Any]) -> dict[str, str]:
-    """The lower bound of every dependency that the package or its extras `data` and `ssl` import."""
+    """The lowest allowed version of every dependency that the package or its extras `data` and `ssl` import."""
     bounds = {}
     optional = project["optional-dependencies"]
     others = [each for extra in optional.values() for each in extra if each.startswith(LOWEST_TOO) and ">=" in each]
@@ -28,7 +29,7 @@ def lowest(project: dict[str, Any]) -> dict[str, str]:
 
 
 def constraints(project: dict[str, Any], exact: str) -> Iterator[str]:
-    """The lines of constraints.txt that still hold, and the lowest versions."""
+    """The lines of constraints.txt for other packages, and the lowest versions."""
     bounds = lowest(project)
     for line in exact.splitlines():
         name, found, _ = line.partition("==")

@@ -1,7 +1,7 @@
-"""Two hosts on one: network namespaces with a cable between them.
+"""Two hosts on one machine: network namespaces connected by a cable.
 
-Each has its own loopback, addresses, ports, firewall and name. What runs in one reaches the other through the cable
-only, which can be cut. The files and the numbers of processes are shared.
+Each has its own loopback, addresses, ports, firewall and name. A process in one namespace reaches the other one only
+through the cable, which can be cut. Files and process ids are shared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FRESH = iter(range(1, 256))  # the network of the next pair, in this process
 
 @dataclass
 class Host:
-    """One of the two. `space`: its namespace; `address`: on the cable; `device`: its end of the cable."""
+    """One of the two hosts. `space`: its namespace; `address`: on the cable; `device`: its end of the cable."""
 
     name: str
     space: str
@@ -31,20 +31,20 @@ class Host:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """What runs `command` here, under the host's name."""
+        """The command that runs `command` on this host, under its name."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.space, *named, *command]
 
     def run(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, seconds: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command here until it has ended. Raises subprocess.TimeoutExpired, and ends it, after `seconds`."""
+        """Run a command on this host until it ends. After `seconds` it is ended, with subprocess.TimeoutExpired."""
         return finished(self.start(command, environment), seconds)
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command here, in a session of its own that ends with the namespace."""
+        """Start a command on this host, in a session of its own that ends with the namespace."""
         process = subprocess.Popen(
             self.command(command), env=dict(os.environ if environment is None else environment), cwd=folder,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -53,16 +53,17 @@ class Host:
         return process
 
     def cut(self) -> None:
-        """Pull the cable out, without a word to those who wait for something through it."""
+        """Disconnect the cable, without notice to processes that wait for messages."""
         _ip("-n", self.space, "link", "set", self.device, "down")
 
     def mend(self) -> None:
-        """Put it back."""
+        """Reconnect the cable."""
         _ip("-n", self.space, "link", "set", self.device, "up")
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
-    """What a started process said, when it has ended. It is ended after `seconds`: subprocess.TimeoutExpired."""
+    """The output of a started process after its end. After `seconds` the process is ended, with
+    subprocess.TimeoutExpired."""
     try:
         said, wrong = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
@@ -75,7 +76,7 @@ def finished(process: subprocess.Popen[str], seconds: float = 120) -> subprocess
 
 @cache
 def unavailable() -> str:
-    """Why there are no namespaces here; "" where there are."""
+    """Why namespaces are not available here; "" if they are."""
     for program in ("ip", "unshare"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -89,10 +90,10 @@ def unavailable() -> str:
 
 @contextmanager
 def two_hosts(debian: bool = False) -> Iterator[tuple[Host, Host]]:
-    """Two hosts, "one" and "two", that reach each other by addresses 10.x.0.1 and 10.x.0.2 and by their names, and
-    nothing else. What was started there, and they, are gone at the end.
+    """Two hosts, "one" and "two", which reach only each other, by addresses 10.x.0.1 and 10.x.0.2 and by their names.
+    At the end they and the processes started in them are removed.
 
-    debian   a host's own name stands for 127.0.1.1, as Debian's installer writes it: gloo binds to the loopback
+    debian a host's own name stands for 127.0.1.1, as Debian's installer configures it: gloo binds to the loopback
 
     Raises RuntimeError where namespaces are not allowed.
     """
@@ -114,7 +115,7 @@ def two_hosts(debian: bool = False) -> Iterator[tuple[Host, Host]]:
             host.mend()
             _ip("-n", host.space, "link", "set", "lo", "up")
             names = [f"{'127.0.1.1' if debian and each is host else each.address} {each.name}" for each in hosts]
-            folder = Path("/etc/netns", host.space)  # what `ip netns exec` puts over /etc
+            folder = Path("/etc/netns", host.space)  # `ip netns exec` mounts it over /etc
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]), encoding="utf-8")
         yield first, second
@@ -124,7 +125,7 @@ def _remove(host: Host) -> None:
     for process in host.started:
         _end(process)
     found = subprocess.run(["ip", "netns", "pids", host.space], capture_output=True, text=True, check=False)
-    for number in found.stdout.split():  # those that left their session
+    for number in found.stdout.split():  # processes that left their session
         with suppress(ProcessLookupError):
             os.kill(int(number), signal.SIGKILL)
     for process in host.started:

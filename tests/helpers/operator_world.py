@@ -1,4 +1,4 @@
-"""A cluster in memory, for the operator's decisions: pods that begin and end as a test says, and a clock."""
+"""A cluster in memory, for the operator's decisions: a clock, and pods that begin and end when a test says so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def a_job(
     name: str = "job",
     **spec: Any,
 ) -> dict[str, Any]:
-    """A job as the API server has it, with the same restart policy for each role."""
+    """A job as the API server returns it, with the same restart policy for each role."""
     counts = {"Worker": workers, "PS": servers}
     counts["Scheduler"] = int(workers > 1 or servers > 0 if scheduler is None else scheduler)
     roles = {
@@ -51,7 +51,7 @@ def a_job(
 
 
 class World:
-    """A job and its pods. `step` has the operator look at it."""
+    """A job and its pods. `step` runs the operator once."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job: dict[str, Any] | None = job
@@ -64,7 +64,7 @@ class World:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What was written of it last."""
+        """The status that was written last."""
         assert self.job is not None
         return self.job.get("status") or {}
 
@@ -74,17 +74,17 @@ class World:
         return str(self.status.get("phase", ""))
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """A condition that was written."""
+        """A written condition."""
         found: dict[str, Any] = next(each for each in self.status["conditions"] if each["type"] == kind)
         return found
 
     def look(self, hindrance: Hindrance = UNHINDERED) -> Decision:
-        """What the operator decides now."""
+        """The operator's decision now."""
         assert self.job is not None
         return decide(self.job, tuple(self.pods.values()), self.services, self.now, hindrance)
 
     def step(self, upto: int | None = None, hindrance: Hindrance = UNHINDERED) -> Decision:
-        """Have the operator look, and carry out its decision; of its actions the first `upto`, as if it died then."""
+        """Make a decision and carry it out, or only its first `upto` actions, as if the operator died then."""
         assert self.job is not None
         decision = self.look(hindrance)
         self.job["status"] = decision.status.to_api()
@@ -93,7 +93,8 @@ class World:
         return decision
 
     def settle(self, steps: int = 30) -> Decision:
-        """Look until nothing is to be done, letting time pass where that is waited for. The last decision."""
+        """Step until nothing is to be done, and advance the clock if the operator waits for it. Return the last
+        decision."""
         for _ in range(steps):
             before = copy.deepcopy(self.status)
             decision = self.step()
@@ -103,22 +104,22 @@ class World:
                 if decision.again is None or decision.again > 1000:
                     return decision
                 self.now += max(decision.again, 0.001)
-        raise AssertionError(f"after {steps} looks there is more to do: {decision}")
+        raise AssertionError(f"after {steps} steps there is more to do: {decision}")
 
     def rest(self, looks: int = 5) -> None:
-        """Look until nothing is to be done now."""
+        """Step until nothing is to be done now."""
         for _ in range(looks):
             before = copy.deepcopy(self.status)
             decision = self.step()
             if self.job is None or (not decision.actions and self.status == before):
                 return
-        raise AssertionError(f"after {looks} looks there is more to do: {decision}")
+        raise AssertionError(f"after {looks} steps there is more to do: {decision}")
 
     def _act(self, action: Any) -> None:
         match action:
             case Make(role, index, attempt):
                 name = name_of("job", role, index)
-                if name not in self.pods:  # the API server says 409
+                if name not in self.pods:  # the API server responds with 409
                     self.made.append(name)
                     self.pods[name] = Pod(name, str(next(self._uids)), role, index, attempt, "Pending")
             case Delete(name, uid):
@@ -137,23 +138,23 @@ class World:
             case Tell():
                 self.events.append(action)
 
-    # -- What happens to pods
+    # -- Events of pods
 
     def begin(self, *names: str) -> None:
-        """These pods, or all that wait, begin to run."""
+        """Start these pods, or all pending ones."""
         for name, pod in list(self.pods.items()):
             if pod.phase == "Pending" and (name in names or not names):
                 self.pods[name] = replace(pod, phase="Running", ready=True)
 
     def end(self, name: str, code: int | None = 0, trouble: str = "") -> None:
-        """The process of a pod ends."""
+        """End the process of a pod."""
         phase = "Failed" if code != 0 else "Succeeded"
         self.pods[name] = replace(
             self.pods[name], phase=phase, code=code, ready=False, finished=self.now, trouble=trouble
         )
 
     def running(self) -> World:
-        """Begin, with all pods."""
+        """Start all pods."""
         self.rest()
         self.begin()
         self.rest()
@@ -162,7 +163,7 @@ class World:
     # -- At random
 
     def happen(self, kind: str, number: int) -> None:
-        """One of HAPPENINGS; `number` says to which pod, or how much."""
+        """One of HAPPENINGS; `number` selects the pod, or the amount."""
         World.HAPPENINGS[kind](self, number)
 
     def _ends(self, number: int, code: int | None) -> None:
@@ -184,7 +185,7 @@ class World:
         self.now += 7.0 * number
 
     def _seen_late(self, number: int) -> None:
-        """The operator sees pods as they were before one ended and one was deleted."""
+        """Run the operator with the pods as they were before one ended and another one was deleted."""
         before = dict(self.pods)
         self._ends(number, 137)
         self._deleted(number)

@@ -1,4 +1,5 @@
-"""Jobs that are wrong, each in one way: what `partway operator check` says of it, and who refuses it in a cluster."""
+"""Jobs with one error each: the report of `partway operator check`, and whether a cluster's API server or the operator
+refuses it."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ GONE = object()
 
 @dataclass(frozen=True)
 class Wrong:
-    """A field that is wrong.
+    """A wrong field.
 
-    at       where, with dots
-    value    what is there; GONE: nothing
-    said     by `check`, and by the operator where the API server takes it
-    server   a part of what the API server says, which refuses it; "": it takes it, and the operator refuses
+    at       the path of the field, with dots
+    value    its value; GONE: the field is missing
+    said     the message of `check`, and of the operator if the API server accepts the job
+    server   a part of the API server's message if it refuses the job; "": it accepts it, and the operator refuses
     """
 
     at: str
@@ -26,7 +27,7 @@ class Wrong:
 
 
 def changed(job: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
-    """A job with another value somewhere."""
+    """A job with another value of one field."""
     made = copy.deepcopy(job)
     here: Any = made
     *way, last = [int(each) if each.isdecimal() else each for each in at.split(".")]

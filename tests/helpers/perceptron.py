@@ -34,7 +34,7 @@ def plan():
 
 @pytest.fixture
 def of_the_version_before(plan, tmp_path):
-    """The plan as the version before wrote it, which did not keep what operators read."""
+    """The plan as an earlier version wrote it, without the producers of operands."""
     data = json.loads(plan.model_dump_json())
     for each in (*data["inputs"], *data["operators"], *data["outputs"]):
         for field in ("producer", "producers", "held_bytes", "types"):

@@ -1,7 +1,7 @@
-"""Twenty layouts that pictures are drawn of, by name: the mesh, what each axis does, the shape. The pictures are kept
-in tests/kits/show/golden.
+"""Twenty layouts with pictures, by name: the mesh, the placement on each axis, the shape. The pictures are in
+tests/kits/show/golden.
 
-    python tests/helpers/picture_layouts.py --write
+python tests/helpers/picture_layouts.py --write
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ GOLDEN = Path(__file__).parents[1] / "kits" / "show" / "golden"
 
 
 def picture(name: str) -> ShardingPicture:
-    """That of one of LAYOUTS."""
+    """The picture of one of LAYOUTS."""
     return visualize_sharding(*LAYOUTS[name])
 
 
 def files() -> dict[Path, str]:
-    """What the golden pictures are: all texts in one file, a file for each SVG."""
+    """The files of the golden pictures: one with all texts, and one for each SVG."""
     texts = "\n\n".join(f"{name}\n{picture(name).text}" for name in LAYOUTS)
     svgs = {GOLDEN / f"{name.replace(',', '').replace(' ', '_')}.svg": picture(name).svg for name in LAYOUTS}
     return {GOLDEN / "layouts.txt": texts} | svgs
 
 
 def boxes(parts: LayoutParts) -> Iterator[tuple[int, list[Span]]]:
-    """Each device with the elements that the boxes which name it stand for, of every dim."""
+    """For each device, the elements of every dim in the boxes that name it."""
     row, column = parts.axes
     for panel in parts.panels():
         for r, line in zip(parts.spans(row), panel.devices, strict=True):

@@ -1,6 +1,6 @@
-"""A pool of ranks: processes that wait for functions to run, so that all tests of a session share their start.
+"""A pool of ranks: processes that wait for functions to run, so that all tests of a session start them once.
 
-`rank.py` is what each of them runs.
+Each of them runs `rank.py`.
 """
 
 import multiprocessing
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from rank import serve
 from scripts import FORKS
 
-SECONDS = 100  # of a call in which its ranks do next to nothing: they wait for each other
-THREADS = 120  # of a rank: with more its pool is worn, since those of each process group look for work all the time
-BUSY = 0.05  # of that time on a CPU, from which on a rank is not one that waits
+SECONDS = 100  # of a call in which its ranks are nearly idle, since they wait for each other
+THREADS = 120  # of a rank: with more its pool is worn, since the threads of each process group poll
+BUSY = 0.05  # of that time on a CPU: a rank with more is not waiting
 
 
 def seconds_of(process):
-    """The CPU seconds of a process; 0 where the system does not say."""
+    """The CPU seconds of a process; 0 if the system does not report them."""
     try:
         user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except OSError:
@@ -31,11 +31,11 @@ def seconds_of(process):
 
 
 class Pool:
-    """`n` processes with one rank each. The rendezvous is a store of this process, so no two pools can meet."""
+    """`n` processes with one rank each. The rendezvous is a store in this process, so two pools cannot meet."""
 
     def __init__(self, n):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # two ranks have hash seeds of their own, as under a launcher; more of them start as forks, in no time
+        # two ranks have different hash seeds, as under a launcher; more ranks start as forks, which is fast
         start = multiprocessing.get_context("spawn") if n == 2 else FORKS
         self.logs, self.processes, self.connections = [], [], []
         for rank in range(n):
@@ -59,7 +59,7 @@ class Pool:
             self.connections.append(ours)
 
     def call(self, function, arguments):
-        """What `function(*arguments)` returns on each rank. Raises AssertionError with what the ranks said."""
+        """The result of `function(*arguments)` on each rank. Raises AssertionError with the ranks' output."""
         asked = pickle.dumps((function.__code__.co_filename, function.__name__, arguments))
         end, used = time.monotonic() + SECONDS, self._used()
         errors, results = {}, {}
@@ -93,7 +93,7 @@ class Pool:
         return [results[rank] for rank in range(len(self.connections))]
 
     def _used(self):
-        """The CPU seconds of the ranks; 0 where the system does not say."""
+        """The CPU seconds of the ranks; 0 if the system does not report them."""
         return sum(map(seconds_of, self.processes))
 
     def _said(self, rank):
@@ -101,7 +101,7 @@ class Pool:
         return self.logs[rank].read()[-2000:]
 
     def is_worn(self):
-        """Whether new ranks cost less than what the process groups of these do while nobody uses them."""
+        """Whether new ranks would cost less than the idle process groups of these."""
         try:
             return len(os.listdir(f"/proc/{self.processes[0].pid}/task")) > THREADS
         except OSError:
@@ -110,7 +110,7 @@ class Pool:
     def close(self):
         for connection in self.connections:
             connection.close()
-        end = time.monotonic() + 1  # what they would do at their exit is no matter
+        end = time.monotonic() + 1  # their exit handlers do not matter
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
             process.kill()

@@ -1,4 +1,4 @@
-"""What a probe of a server's health is answered."""
+"""The response to a probe of a server's health."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import urllib.request
 
 
 def health(url: str) -> tuple[int, str]:
-    """The status and the text; (0, "") where nobody answers."""
+    """The status and the text; (0, "") if there is no answer."""
     try:
         with urllib.request.urlopen(url, timeout=20) as answer:
             return answer.status, answer.read().decode()

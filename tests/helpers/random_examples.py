@@ -1,5 +1,5 @@
-"""How many random examples a test tries, by hypothesis's profile: `dev` a tenth of its number, `ci` that, `deep` ten
-times as many. conftest.py registers the three."""
+"""The number of random examples of a test, by hypothesis's profile: `dev` has a tenth of the test's number, `ci` that
+number, `deep` ten times as many. conftest.py registers the profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PERCENT = {"dev": 10, "ci": 100, "deep": 1000}
 
 
 def register_profiles() -> None:
-    """hypothesis itself tries 100 examples where a test says nothing, so a profile's number is a percentage."""
+    """A test without a number has 100 examples in hypothesis, so a profile's number is a percentage."""
     for name, percent in PERCENT.items():
         settings.register_profile(name, max_examples=percent, deadline=None, print_blob=True)
     settings.load_profile("ci")

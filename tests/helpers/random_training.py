@@ -1,6 +1,6 @@
-"""A training run with everything about it drawn: sizes, dtypes, what is split how, the optimizer and when it is saved.
+"""A random training run: sizes, dtypes, splits, the optimizer, and the step at which it is saved.
 
-A `Case` is plain data, so that ranks in other processes make the same model of it.
+A `Case` is plain data, so that ranks in other processes build the same model from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOATS = ["float64", "float32", "bfloat16", "float16"]
 OTHERS = ["int64", "int32", "uint8", "bool", "complex64"]
 ROWS = 16
 
-EPS = 1e-3  # what float16 has room for
+EPS = 1e-3  # representable in float16
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": optim.SGD,
@@ -44,8 +44,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where a model is trained: `axes` None is without Partway. `plan`: which axes split each dim of which parameter;
-    `batch`: which split the rows of the batch."""
+    """The mesh on which a model is trained; with `axes` None, without Partway. `plan`: the axes that split each dim of
+    each parameter; `batch`: those that split the rows of the batch."""
 
     axes: dict[str, int] | None
     plan: dict[str, tuple[Any, ...]]
@@ -60,7 +60,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Case:
-    """What is saved on mesh `one` after `steps` steps, and loaded on `other` after `late` steps of something else."""
+    """A run that is saved on mesh `one` after `steps` steps, and loaded on mesh `other` after `late` steps of another
+    run."""
 
     sizes: tuple[int, int, int]  # vocabulary, width, hidden
     dtypes: dict[str, str]  # of the parameters
@@ -78,7 +79,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """Computes in float64, whatever its parameters are."""
+    """A model that computes in float64, whatever the dtypes of its parameters are."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ def shapes_of(sizes: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
 
 
 def any_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Values of any bits: NaN with payloads, infinities and negative zeros among them."""
+    """Values with random bits, among them NaN with payloads, infinities and negative zeros."""
     if dtype is torch.bool:
         return torch.rand(shape) < 0.5
     bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
@@ -128,7 +129,7 @@ def any_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def made(case: Case, mesh: Mesh, seed: int) -> tuple[Any, Optimizer]:
-    """A model on a mesh and its optimizer, with values and options that follow from the seed."""
+    """A model on a mesh and its optimizer, with values and options computed from the seed."""
     torch.manual_seed(seed)
     model = mesh.shard(Net(case))
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -140,7 +141,7 @@ def made(case: Case, mesh: Mesh, seed: int) -> tuple[Any, Optimizer]:
 
 
 def train(case: Case, model: Any, optimizer: Optimizer, steps: range) -> Tensor:
-    """The losses of some steps, each with its batch."""
+    """The losses of several steps, each with its own batch."""
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -157,7 +158,7 @@ def train(case: Case, model: Any, optimizer: Optimizer, steps: range) -> Tensor:
 
 
 def state_of(model: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """All that a checkpoint is to keep, whole, by name."""
+    """Everything that a checkpoint has to save, as whole tensors, by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         assert all(id(parameter) in names for parameter in group["params"])
@@ -176,7 +177,7 @@ def _copied(value: Any) -> Any:
 
 
 def assert_same_bits(found: Any, expected: Any, where: str = "") -> None:
-    """Tensors have the same dtype, shape and bits, and all else is equal."""
+    """Check that tensors have the same dtype, shape and bits, and that all other values are equal."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for key in expected:
@@ -194,7 +195,7 @@ def assert_same_bits(found: Any, expected: Any, where: str = "") -> None:
 
 
 def saved(folder: str, case: Case) -> tuple[dict[str, Any], Tensor]:
-    """Train and save. Returns what was there then, and the losses of two more steps."""
+    """Train and save. Return the saved state, and the losses of two more steps."""
     model, optimizer = made(case, case.one, seed=0)
     train(case, model, optimizer, range(case.steps))
     saving: Any = pw.save(folder, model, optimizer, asynchronous=case.asynchronous)
@@ -206,7 +207,7 @@ def saved(folder: str, case: Case) -> tuple[dict[str, Any], Tensor]:
 
 
 def loaded(folder: str, case: Case) -> tuple[dict[str, Any], Tensor]:
-    """Load into a model with other values. Returns what is there then, and the losses of two more steps."""
+    """Load into a model with other values. Return the loaded state, and the losses of two more steps."""
     model, optimizer = made(case, case.other, seed=1)
     train(case, model, optimizer, range(7, 7 + case.late))
     own = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in model.state_dict()}
@@ -215,17 +216,18 @@ def loaded(folder: str, case: Case) -> tuple[dict[str, Any], Tensor]:
     return state_of(model, optimizer), train(case, model, optimizer, range(case.steps, case.steps + 2))
 
 
-# -- Drawing
+# -- Strategies of hypothesis
 
 
 @st.composite
 def meshes(draw: Any, axes: st.SearchStrategy[Any], shapes: dict[str, tuple[int, ...]]) -> Mesh:
-    """A mesh, and what it splits."""
+    """A mesh, and the dims that it splits."""
     sizes = draw(axes)
     names = list(sizes or ())
 
     def strategy(shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Each axis goes to one dim, or to none; two may share a dim that they divide, as a DTensor's cut has to."""
+        """Assign each axis to one dim, or to none. Two may share a dim that they divide, since a DTensor requires
+        that."""
         places = [draw(st.sampled_from([None, *(dim for dim, size in enumerate(shape) if size > 1)])) for _ in names]
         split: list[Any] = []
         for dim, size in enumerate(shape):
@@ -242,8 +244,8 @@ def meshes(draw: Any, axes: st.SearchStrategy[Any], shapes: dict[str, tuple[int,
 def cases(
     draw: Any, one: st.SearchStrategy[Any], other: st.SearchStrategy[Any], optimizers: Collection[str] = OPTIMIZERS
 ) -> Case:
-    """Saved on a mesh with axes of `one`, and loaded on one with axes of `other`; where these are `one`, often on the
-    same."""
+    """Cases saved on a mesh with axes of `one` and loaded on one with axes of `other`; if these are equal, often on the
+    same mesh."""
     size = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 11, 13])
     sizes = draw(st.sampled_from([2, 3, 5, 8, 13])), draw(size), draw(size)
     tied = draw(st.booleans())

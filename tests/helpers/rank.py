@@ -1,6 +1,6 @@
-"""One rank of a pool (see pool.py): a process that runs what the tests send it until the connection closes.
+"""One rank of a pool (see pool.py): a process that runs the functions that tests send, until the connection closes.
 
-It prints what it has to say on stderr, which the pool shows when something fails.
+Its output goes to stderr, which the pool shows if something fails.
 """
 
 import functools
@@ -27,7 +27,8 @@ def module_of(path):
 
 
 def serve(connection, environment, log):
-    """Run what comes over `connection`, as a rank that a launcher started with `environment`; output goes to `log`."""
+    """Run the functions that `connection` receives, as a rank that a launcher started with `environment`; output goes
+    to `log`."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""A device profile of round figures."""
+"""A device profile with round figures."""
 
 import json
 
@@ -18,7 +18,7 @@ DATA = {
 
 
 def profile_with(**changes):
-    """The profile with other fields."""
+    """The profile with some other fields."""
     return DeviceProfile.model_validate_json(json.dumps({**DATA, **changes}))
 
 

@@ -1,7 +1,7 @@
-"""Scripts in processes of their own that start at once: forks of a server that has imported partway before.
+"""Scripts as processes that start at once: forks of a server that has already imported partway.
 
-Importing torch and partway takes some seconds of each process. What must not share an interpreter's start, as ranks
-that have to agree whatever their hash seeds are, starts with `subprocess` instead.
+Importing torch and partway takes each process some seconds. Scripts that must not share the start of an interpreter,
+such as ranks that have to agree for any hash seed, start with `subprocess` instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FORKS.set_forkserver_preload(["partway", "torch.optim"])
 
 
 def free_port() -> int:
-    """A port of this host that nothing takes: not of those that the system gives to connections, one of which may have
-    it a moment later, nor of those that Ray gives to its workers (10002 to 19999)."""
+    """A free port of this host, outside the range for outgoing connections, one of which could take it a moment later,
+    and outside Ray's range for workers (10002 to 19999)."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -50,14 +50,14 @@ def run_script(
             process.kill()
             process.join()
             texts = [path.read_text() if path.exists() else "" for path in said]
-            raise AssertionError(f"{arguments} still runs after {seconds:g} s, having said:\n" + "\n".join(texts))
+            raise AssertionError(f"{arguments} still runs after {seconds:g} s; its output:\n" + "\n".join(texts))
         return subprocess.CompletedProcess(list(arguments), process.exitcode, *(path.read_text() for path in said))
 
 
 def run_ranks(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str] = MappingProxyType({}), seconds: float = 280
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script as both ranks of two, as torchrun would; see `run_script`."""
+    """Run a script as both ranks of two, as torchrun does; see `run_script`."""
     shared = {name: value for name, value in os.environ.items() if name != "PARTWAY_VERIFY"}
     shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
     each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
@@ -85,5 +85,5 @@ def _run(arguments: list[str], folder: Path, environment: dict[str, str], said: 
     except Exception:  # as Python itself ends a script
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
-    finally:  # which multiprocessing leaves out
+    finally:  # multiprocessing omits this
         atexit._run_exitfuncs()

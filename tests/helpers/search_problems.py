@@ -14,8 +14,8 @@ from partway.strategy import REPLICATE, Layout, Mesh, Shard
 
 @st.composite
 def random_costs(draw, vertices=6, options=4, forbidden=True, fractions=False):
-    """Costs of a random graph: whole numbers, so that ties happen, unless `fractions` may be drawn too; and some
-    choices that are impossible, if `forbidden`."""
+    """Costs of a random graph: whole numbers, so that there are ties, or also fractions with `fractions`. With
+    `forbidden` some choices are impossible."""
     count = draw(st.integers(1, vertices))
     sizes = draw(st.lists(st.integers(1, options), min_size=count, max_size=count))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -35,7 +35,7 @@ def random_costs(draw, vertices=6, options=4, forbidden=True, fractions=False):
 
 @st.composite
 def reducible(draw, options=4):
-    """Random costs, some tables of which are a row plus a column, or a function of one end."""
+    """Random costs in which some tables are a row plus a column, or a function of one end."""
     costs = draw(random_costs(options=options))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     pairs = {}
@@ -56,17 +56,17 @@ def plans(costs):
 
 
 def brute_force(costs):
-    """The least cost of any choice."""
+    """The lowest cost of any choice."""
     return min(plans(costs).values())
 
 
 def copied(costs):
-    """The same numbers, each in an array of its own."""
+    """The same costs, each in its own array."""
     return Costs(tuple(map(np.copy, costs.unary)), {pair: np.copy(matrix) for pair, matrix in costs.pairs.items()})
 
 
 def grid(side, options, seed=0, coupling=9):
-    """A grid, with costs that are whole numbers and some that are infinite."""
+    """A grid whose costs are whole numbers or infinite."""
     rng = np.random.default_rng(seed)
     pairs = {}
     for v in range(side * side):
@@ -90,7 +90,7 @@ def mlp_tensors():
 
 
 def rows(x):
-    """A few operators, with few enough plans to look at each."""
+    """A few operators, with so few plans that each can be evaluated."""
     return (x * 2 + x.sum(0, keepdim=True)).sum(1)
 
 

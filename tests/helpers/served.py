@@ -1,5 +1,5 @@
-"""Jobs with a parameter server, as processes: a script of its own, what it leaves behind, and what is killed
-meanwhile."""
+"""Jobs with a parameter server, as processes: the script that they run, the files that they leave, and the processes
+that tests kill."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PARTWAY = [sys.executable, "-m", "partway.commands.cli"]
 
 @dataclass
 class Job:
-    """A job of `partway ps` that runs. `folder`: of what it writes; shards/ holds the servers' records."""
+    """A running job of `partway ps`. `folder`: for its files; shards/ has the servers' records."""
 
     folder: Path
     process: subprocess.Popen[str]
     options: dict[str, str] = field(default_factory=dict)
 
     def steps(self, worker: int = 0) -> list[list[Any]]:
-        """(step, seconds, losses, share, of how many) of each step that a worker finished."""
+        """(step, seconds, losses, share, number of shares) for each step that a worker has finished."""
         path = self.folder / f"steps.{worker}"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("]")]
@@ -42,7 +42,7 @@ class Job:
         self.wait_for(lambda: any(each[0] >= step for each in self.steps(worker)), f"step {step}", seconds)
 
     def wait_for(self, there: Callable[[], Any], what: str, seconds: float = 120) -> None:
-        """Wait until something is so."""
+        """Wait until a condition holds."""
         end = time.monotonic() + seconds
         while not there():
             status = self.process.poll()
@@ -51,14 +51,14 @@ class Job:
             time.sleep(0.02)
 
     def said(self) -> str:
-        """All that its processes said."""
+        """The output of all its processes."""
         logs = [path for path in sorted(self.folder.rglob("log_output/*/*")) if path.is_file()]
         texts = [f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs]
         said = self.folder / "said"
         return "\n".join([said.read_text() if said.exists() else "", *texts])
 
     def pids(self, what: str) -> list[int]:
-        """The processes whose command lines have a text in them, of those of this job."""
+        """The processes of this job whose command lines contain a text."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -81,7 +81,7 @@ class Job:
         return self.pids("_ServerActor")[0]
 
     def end(self, seconds: float = 180) -> None:
-        """Wait until it ends, and it has to end well."""
+        """Wait for its end, which has to be a success."""
         try:
             status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -89,12 +89,12 @@ class Job:
         assert status == 0, self.said()
 
     def final(self) -> dict[str, Any]:
-        """What worker 0 had at the end."""
+        """The final state of worker 0."""
         found: dict[str, Any] = torch.load(self.folder / "final.pt", weights_only=True)
         return found
 
     def counts(self) -> dict[str, int]:
-        """Pushes sent, acknowledged and refused, of all workers that ended."""
+        """Pushes sent, acknowledged and refused, by all workers that have ended."""
         total: dict[str, int] = {}
         for path in self.folder.glob("counts.*"):
             for name, count in json.loads(path.read_text()).items():
@@ -115,7 +115,7 @@ def job(
     folder: Path, workers: int, servers: int, script: Path = SCRIPT, arguments: tuple[str, ...] = (),
     flags: tuple[str, ...] = (), **options: Any,
 ) -> Iterator[Job]:  # fmt: skip
-    """Start a job of `partway ps`; whatever is left of it is killed at the end. `flags`: of the command; `options`: of
+    """Start a job of `partway ps`; processes that remain at the end are killed. `flags`: of the command; `options`: of
     the script, by name."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -150,7 +150,8 @@ def job(
 def by_variables(
     folder: Path, workers: int, servers: int, script: Path = SCRIPT, **options: Any
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """The processes of a job as MS_ROLE says: gives a function that starts one more. Whatever is left is killed."""
+    """The processes of a job that is configured by MS_ROLE: a function that starts one more. Processes that remain at
+    the end are killed."""
     folder.mkdir(parents=True, exist_ok=True)
     started: list[subprocess.Popen[str]] = []
     environment = {
@@ -185,7 +186,7 @@ def by_variables(
 
 
 def scale(own: Job, *arguments: str) -> str:
-    """`partway ps scale` for a job."""
+    """Run `partway ps scale` for a job."""
     command = [*PARTWAY, "ps", "scale", *arguments]
     done = subprocess.run(command, env=own.options, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -193,7 +194,7 @@ def scale(own: Job, *arguments: str) -> str:
 
 
 def kept_steps(own: Job) -> dict[str, int]:
-    """The version that each server's records have."""
+    """The version in each server's records."""
     import lmdb
 
     found = {}

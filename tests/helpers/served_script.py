@@ -1,6 +1,6 @@
-"""What the jobs of served.py train, in float64: a small recommender (a table by rows, a perceptron on it, dropout), and
-where asked a perceptron and a vision transformer beside it, on batches that follow from the number of the step.
-SERVED_... say how; each finished step is a line in steps.N."""
+"""The training script of the jobs of served.py, in float64: a small recommender (a table by rows, a perceptron on it,
+dropout) and, on request, a perceptron and a vision transformer, on batches computed from the number of the step. The
+variables SERVED_... configure it, and each finished step is a line in steps.N."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def option(name: str, default: str = "") -> str:
 
 
 class Killer(torch.optim.SGD):
-    """SGD that kills the process in which it steps, once, where a file asks for it."""
+    """SGD that kills the process in its step, once, if a file requests it."""
 
     def step(self, closure=None):  # type: ignore[no-untyped-def]
         flag = FOLDER / "kill_in_step"
@@ -34,7 +34,7 @@ class Killer(torch.optim.SGD):
 
 
 def optimizer(parameters, kind: str) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
-    """One of those that jobs have."""
+    """One of the optimizers of the jobs."""
     kinds = {
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
@@ -44,8 +44,8 @@ def optimizer(parameters, kind: str) -> torch.optim.Optimizer:  # type: ignore[n
 
 
 class ViT(nn.Module):
-    """A vision transformer for images of 8x8: four patches and a class token, one layer. It has no biases there: that
-    of the keys has a gradient of nothing but rounding errors, which AdamW divides by their own size."""
+    """A vision transformer for images of 8x8: four patches and a class token, one layer. Its attention has no biases:
+    the gradient of the keys' bias is only rounding error, which AdamW divides by its own size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ViT(nn.Module):
 
 
 def made(width: int = 32, dropout: float = 0.0, sparse: bool = True, more: bool = False) -> nn.ModuleDict:
-    """The model, as of its seed; `more`: with a perceptron and a vision transformer."""
+    """The model of its seed; `more`: with a perceptron and a vision transformer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 3))
     model = nn.ModuleDict({"table": nn.Embedding(100, 8, sparse=sparse), "net": net})
@@ -73,7 +73,7 @@ def made(width: int = 32, dropout: float = 0.0, sparse: bool = True, more: bool 
 
 
 def losses_of(model: nn.ModuleDict, step: int, mine: slice = slice(None)) -> list[Tensor]:
-    """The losses of a part of a step's batch: the recommender's, and those of the others where they are."""
+    """The losses of a part of a step's batch: the recommender's and, if they exist, those of the other models."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 100, (12, 2), generator=generator)
     labels = torch.randint(0, 3, (12,), generator=generator)
@@ -85,7 +85,7 @@ def losses_of(model: nn.ModuleDict, step: int, mine: slice = slice(None)) -> lis
 
 
 def stepped(model: nn.ModuleDict, own: torch.optim.Optimizer, step: int, mine: slice = slice(None)) -> list[float]:
-    """Take a step, with the learning rate of its number. Returns the losses."""
+    """Take a step, with the learning rate of its number. Return the losses."""
     for group in own.param_groups:
         group["lr"] = group.setdefault("first", group["lr"]) * 0.99**step
     losses = losses_of(model, step, mine)
@@ -96,7 +96,7 @@ def stepped(model: nn.ModuleDict, own: torch.optim.Optimizer, step: int, mine: s
 
 
 def one_device(steps: int, kind: str = "sgd", more: bool = False) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """What this comes to on one device with the whole batch of each step: the parameters, and the losses of each."""
+    """The result on one device with the whole batch of each step: the parameters, and the losses of each step."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -156,7 +156,7 @@ def die() -> None:
 
 
 def die_after_a_push(own) -> None:  # type: ignore[no-untyped-def]
-    """Kill this process when one of the servers has its gradients, and no other."""
+    """Kill this process when exactly one of the servers has its gradients."""
     link = own.client._link
     call = link.call
 

@@ -1,4 +1,4 @@
-"""What share of many like cases `make test` runs; `make conformance` runs the others."""
+"""The share of similar cases that `make test` runs; `make conformance` runs the others."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def every_other(names: Iterable[Any]) -> list[Any]:
-    """The cases `names` for parametrize, every second of which is slow."""
+    """The cases `names` for parametrize, of which every second one is slow."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""A Slurm of one node, for as long as a test takes: slurmctld and slurmd, without munge."""
+"""A Slurm cluster of one node for the duration of a test: slurmctld and slurmd, without munge."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 @contextmanager
 def node(folder: Path) -> Iterator[dict[str, str]]:
-    """The variables with which srun finds a node: of the cluster that is there, or of one that runs in `folder`, which
-    is new. The test is skipped where there is neither."""
+    """The variables with which srun finds a node: of an existing cluster, or of one that runs in `folder`, which is
+    new. The test is skipped if there is neither."""
     if shutil.which("sinfo") and not _states({**os.environ}).stderr:
         yield {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
         return
@@ -90,12 +90,12 @@ def _wait_for_the_node(environment: dict[str, str], end: float, folder: Path) ->
     while "idle" not in (asked := _states(environment)).stdout:
         if time.monotonic() > end:
             logs = "".join(path.read_text(errors="replace")[-500:] for path in sorted(folder.glob("*.log")))
-            pytest.skip(f"the node of Slurm does not come: {asked.stdout}{asked.stderr}{logs}")
+            pytest.skip(f"the Slurm node does not start: {asked.stdout}{asked.stderr}{logs}")
         time.sleep(0.2)
 
 
 def _wait_for_jobs(environment: dict[str, str], end: float) -> None:
-    """Wait until Slurm has done with its jobs: a step that cannot say so any more stays for minutes."""
+    """Wait until Slurm has finished its jobs: a step that cannot report its end stays for minutes."""
     command = ["squeue", "--noheader"]
     while time.monotonic() < end:
         asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -105,7 +105,7 @@ def _wait_for_jobs(environment: dict[str, str], end: float) -> None:
 
 
 def _states(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """What sinfo says of the nodes."""
+    """The states of the nodes by sinfo."""
     return subprocess.run(
         ["sinfo", "--noheader", "--format", "%T"], env=environment, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
 """The sources of the installed package, by their paths in a checkout.
 
-A checkout has the stages and the kits beside `partway/`, which links to them; a wheel has them in it.
+In a checkout the stages and the kits are beside `partway/`, which links to them; in a wheel they are inside it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def sources() -> dict[str, Path]:
 
 @functools.cache
 def tree_of(source: Path) -> ast.Module:
-    """The syntax of a file, which nobody changes."""
+    """The syntax tree of a file, which must not be modified."""
     return ast.parse(source.read_text(encoding="utf-8"))
 
 
 def functions_of(source: Path) -> frozenset[str]:
-    """The functions of a file, such as its tests."""
+    """The names of the functions of a file, such as its tests."""
     return frozenset(node.name for node in tree_of(source).body if isinstance(node, ast.FunctionDef))
 
 
@@ -48,6 +48,6 @@ def layer_of(module: str) -> str:
 
 
 def package_of(module: str) -> str:
-    """The package that a module is in, as Python names it."""
+    """The package of a module, by its name in Python."""
     first, *inner = module.split("/")[:-1]
     return ".".join(["partway", *([first] if first in STAGES else []), *inner])

@@ -1,8 +1,8 @@
-"""What a core module keeps at its top and writes while Partway runs, and which caches have no bound.
+"""The module-level state of the core: values that functions write while Partway runs, and caches without a bound.
 
 A table that is filled once and then only read is a constant. A value counts as state if a function rebinds its name
-(`global`), if a function writes into it, or if it is of a kind that is there to be written: a ContextVar, a weak
-container, a lock, an iterator, an object of a class of Partway's that is not frozen.
+(`global`) or writes into it, or if its type is mutable by design: a ContextVar, a weak container, a lock, an iterator,
+an object of a class of Partway's that is not frozen.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _stem(module: str) -> str:
 
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
-    """The last words of the modules that one imports, or from which, and of what it imports from them."""
+    """The last words of the modules that a module imports, and of the names that it imports from them."""
     nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
     return frozenset(
         word for node in nodes for word in ((node.module or "").split(".")[-1], *(n.name for n in node.names))
@@ -72,7 +72,7 @@ def _touched_in(path: Path) -> frozenset[str]:
 
 
 def _is_made_to_be_written(value: object) -> bool:
-    """Whether a value is of a kind that is there to be written."""
+    """Whether a value has a type that is mutable by design."""
     kind = type(value)
     if isinstance(value, _WRITTEN):
         return True
@@ -86,8 +86,8 @@ def _is_made_to_be_written(value: object) -> bool:
 
 
 def unbounded_caches(path: Path) -> Iterator[str]:
-    """The functions of a module or of its classes that `functools` caches without a bound. A cache that is made in a
-    call lasts as long as what the call made, and is left out."""
+    """The functions of a module or of its classes that `functools` caches without a bound. A cache made inside a call
+    lives as long as the result of the call, and is left out."""
     bodies = [tree_of(path).body, *(node.body for node in tree_of(path).body if isinstance(node, ast.ClassDef))]
     for statement in itertools.chain.from_iterable(bodies):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -102,7 +102,7 @@ def unbounded_caches(path: Path) -> Iterator[str]:
 
 
 def _is_unbounded(node: ast.expr) -> bool:
-    """Whether a decorator, or what is called like one, is a cache without a number of entries."""
+    """Whether a decorator, or a call that makes one, is a cache without a number of entries."""
     called = node.func if isinstance(node, ast.Call) else node
     name = ast.unparse(called).rpartition(".")[2]
     if name == "lru_cache" and isinstance(node, ast.Call):
@@ -117,7 +117,7 @@ def _name_of(module: str) -> str:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that the top of a module binds to values."""
+    """The names that a module binds to values at its top level."""
     for statement in body:
         if isinstance(statement, ast.If | ast.Try | ast.With | ast.For):
             yield from _bound([*statement.body, *getattr(statement, "orelse", [])])
@@ -140,7 +140,7 @@ def _touched(tree: ast.Module) -> Iterator[str]:
 
 
 def _written_in(node: ast.AST) -> Iterator[str]:
-    """The names into whose values a statement or a call writes."""
+    """The names whose values a statement or a call writes into."""
     if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
         yield from _roots(node.value)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
@@ -148,7 +148,7 @@ def _written_in(node: ast.AST) -> Iterator[str]:
 
 
 def _roots(node: ast.expr) -> Iterator[str]:
-    """`TABLE` of `TABLE`, `TABLE[0]`, `TABLE.field` and `module.TABLE`."""
+    """The name `TABLE` in `TABLE`, `TABLE[0]`, `TABLE.field` and `module.TABLE`."""
     while isinstance(node, ast.Subscript | ast.Attribute):
         if (
             isinstance(node, ast.Attribute)

@@ -1,8 +1,7 @@
-"""Which tests `make test` runs: those that take up to about a second, and some longer ones that it would be blind
-without.
+"""Which tests `make test` runs: those that take up to about a second, and some longer ones without which it would miss
+a class of faults.
 
-`long.txt` names the others, which `make test-long` runs. Write it anew after a whole run of both, of which pytest wrote
-what each test took:
+`long.txt` lists the others, which `make test-long` runs. To write it, run both with reports of the tests' times:
 
     make test-long ARGS="--junitxml=long.xml"; make test ARGS="--junitxml=test.xml"
     python tests/helpers/tiers.py long.xml test.xml
@@ -16,12 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-SECONDS = 1.25  # that a test of `make test` may take, beside another worker
+SECONDS = 1.25  # that a test of `make test` may take, next to another worker
 _GROUP = re.compile(r"@[^\]]*$")  # that xdist adds to a name
 LONG = Path(__file__).parents[1] / "long.txt"
 
-# What is run however long it takes, by how its name begins: a training under a launcher, and one test of each mechanism
-# that nothing else in `make test` would miss (see tests/conformance/canaries.py).
+# Tests that run however long they take, by prefix: a training under a launcher, and one test of each mechanism that no
+# other test in `make test` covers (see tests/conformance/canaries.py).
 KEPT = (
     "tests/examples/test_readme.py::test_its_code_runs",
     "tests/propagation/program/test_recompute.py::"
@@ -40,12 +39,12 @@ KEPT = (
 
 
 def long() -> frozenset[str]:
-    """The tests that `make test` leaves out."""
+    """The tests that `make test` omits."""
     return frozenset(line for line in LONG.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
 
 
 def took(path: str) -> Iterator[tuple[str, float]]:
-    """Each test of a report of pytest, as it names tests, with its seconds."""
+    """The seconds of each test in a report of pytest, by pytest's names of tests."""
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         file = case.get("classname", "").replace(".", "/")
         yield f"{file}.py::{_GROUP.sub('', case.get('name', ''))}", float(case.get("time", 0))

@@ -15,7 +15,7 @@ from torch import nn
 
 import partway as pw
 from partway.propagation.program.accumulate import accumulation
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.strategy import Kind
 
 BATCHES = [torch.linspace(-1, 1, rows * 16, dtype=torch.float64).view(rows, 16) for rows in (1024, 1024, 1024, 512)]

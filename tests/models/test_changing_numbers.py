@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.strategy import RuntimeStateError
 
 X = torch.linspace(-1, 1, 8, dtype=torch.float64)

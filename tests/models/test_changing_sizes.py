@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway.engine import engine
 from partway.propagation.plan.replay import follow
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.reuse import courses
 from partway.strategy import StrategyError
 

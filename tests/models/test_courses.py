@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 
 MESH = {"x": 4}
 

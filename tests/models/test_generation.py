@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.reuse.replanning import Signature
 
 LENGTH, NEW = 6, 8

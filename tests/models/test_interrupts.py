@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.engine.sharded import ShardedModule
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 
 OURS = os.path.dirname(str(pw.__file__)) + os.sep
 OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep

@@ -12,7 +12,7 @@ from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 
 X = torch.rand(8, 4, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(0)) + 0.5
 

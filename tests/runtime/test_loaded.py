@@ -13,8 +13,8 @@ from partway.fusion.fuse import fuse_program
 from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.graph.graph import differentiated
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.problem.formulate import formulate
 from partway.propagation.problem.problem import Settings

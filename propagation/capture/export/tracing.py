@@ -1,7 +1,7 @@
 """Traces a call of a function with torch.export, under the modes and preparations that it needs.
 
 `Flat` is the traced module, from tensors to a tuple of tensors. While it runs, the modes see every function of PyTorch
-that the caller's code calls (dispatch_modes.py, stand_ins.py, hooks.py, questions.py, data_sizes.py).
+that the caller's code calls (dispatch_modes.py, hooks.py, questions.py, data_sizes.py).
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
-from ....strategy.basics.under_way import meanwhile, under_way
+from ....strategy.basics.blocks import meanwhile, under_way
 from ....strategy.errors import CaptureError, PartwayError
 from ....strategy.notation import counted
 from ...graph.port import Role
 from ...graph.question import Leaf
 from ...graph.structure import Call, Structure, flatten, name_of, state_of
 from ...torch_internals import compiled_when_run, data_dependent
-from ..hooks.hooks import Hooks
-from ..hooks.module_hooks import ModuleHooks, Noted
+from ..hooks import Hooks, ModuleHooks, Noted
 from ..rewrites.decomposition import write_out
 from ..rewrites.overlap import shared
-from .checks import check_autocast, check_operators, check_static, check_writes
 from .data_sizes import Sized
-from .dispatch_modes import OutsideTensors, Regions, Traceable, WithoutGradients
+from .dispatch_modes import OutsideTensors, Regions, StandIns, Traceable, WithoutGradients, attributes_of
 from .failures import Undecided, is_raised_on_purpose, reason_of
 from .numbers import numbers_as_tensors, tensors_read
-from .preparation import prepared, quiet
+from .preparation import (
+    check_autocast,
+    check_operators,
+    check_static,
+    check_writes,
+    prepared,
+    quiet,
+    without_pythons_random_numbers,
+)
 from .questions import ASKING, Answerable, Answering
-from .random_generators import without_pythons_random_numbers
 from .source_lines import callers_line, name_frames, with_source_lines
-from .stand_ins import StandIns, attributes_of
 
 Dims = frozenset[tuple[int, int]]  # pairs of the place of a tensor among those of a call, and a dim
 

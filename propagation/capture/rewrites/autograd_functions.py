@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 from torch.fx.node import map_arg
 
-from ....strategy.basics.afterwards import afterwards
+from ....strategy.basics.blocks import afterwards
 from ....strategy.errors import CaptureError
 from ...graph.nodes import at_source, module_path, source_of, stays, value
 from ...ops.by_hand import COLLECTIVES

@@ -4,7 +4,7 @@
     partway::hooked_backward(gs, key)     the gradients that the hook returns
     partway::observed(xs, read, key)      the tensors xs, after a call of the hook `key` with them and those in `read`
 
-Hooks are collected while a function is captured (`capture/hooks/hooks.py`).
+Hooks are collected while a function is captured (`capture/hooks.py`).
 """
 
 from __future__ import annotations

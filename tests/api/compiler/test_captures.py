@@ -25,7 +25,7 @@ from partway.compiler import captures
 from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import WrongFormError
 from partway.propagation.plan.stored_graph import dump_graph, load_graph
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.reuse.cache import text_of_graph
 
 NAME = "a_script"  # of the module that each start runs anew

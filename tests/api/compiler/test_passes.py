@@ -14,7 +14,7 @@ import partway as pw
 from partway.compiler import passes
 from partway.compiler.passes import PLANNING, PROGRAM, Draft, Pass, applied, plan_on_mesh, run, timed, verified
 from partway.fusion import Fusion, FusionMode, FusionPolicies
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated
 from partway.propagation.search import search
 from partway.requests.plan_inputs import PlanInputs
 from partway.strategy import Mesh, VerifyError

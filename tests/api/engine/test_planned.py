@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.reuse import courses, replanning
 from partway.reuse.replanning import Signature, _differences
 

@@ -22,7 +22,7 @@ from partway import auto_parallel_context, reset_auto_parallel_context, set_auto
 from partway.compiler import planning_lock as plans
 from partway.compiler.planning_lock import planning
 from partway.options.context import current, current_algo
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 
 
 class Net(nn.Module):

@@ -22,8 +22,7 @@ from partway.options.context import (
     set_algo_parameters,
     set_auto_parallel_context,
 )
-from partway.options.fields import DatasetMode, ParallelMode
-from partway.options.parallel import ParallelContext
+from partway.options.parallel import DatasetMode, ParallelContext, ParallelMode
 from partway.strategy.errors import ContextError
 
 KINDS = ("allreduce", "allgather", "reducescatter")

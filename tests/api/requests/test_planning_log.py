@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.propagation.minsum.progress import listening, tell
 from partway.requests import planning_log as told
+from partway.strategy.basics.blocks import listening, tell
 
 SCRIPT = """
 import importlib, sys

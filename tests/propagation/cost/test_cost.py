@@ -16,7 +16,7 @@ from partway.propagation.cost.cost import (
     wire_bytes,
 )
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.ops.kinds import COLLECTIVES, figures_of
+from partway.propagation.ops.collectives import COLLECTIVES, figures_of
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.placement import Kind
 

@@ -5,7 +5,7 @@ import torch
 from round_profile import ROUND
 from torch import fx
 
-from partway.propagation.cost.operators import kind_of_call, name_of_call, rates_of
+from partway.propagation.cost.cost import kind_of_call, name_of_call, rates_of
 from partway.propagation.cost.rates import OperatorRates, Rates
 
 aten = torch.ops.aten

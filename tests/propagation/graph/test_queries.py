@@ -6,8 +6,7 @@ import torch
 from torch import fx
 
 from partway.propagation.capture.capture import CaptureOptions, capture
-from partway.propagation.graph.nodes import operator_name
-from partway.propagation.graph.queries import (
+from partway.propagation.graph.graph import (
     constant_nodes,
     differentiated,
     gradient_flow,
@@ -15,6 +14,7 @@ from partway.propagation.graph.queries import (
     may_return,
     without_gradients,
 )
+from partway.propagation.graph.nodes import operator_name
 
 
 def test_what_depends_on_no_input_is_constant():

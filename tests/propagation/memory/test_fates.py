@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partway.propagation.graph.origins import operator_of
+from partway.propagation.graph.nodes import operator_of
 from partway.propagation.memory import fates
 from partway.propagation.memory.fates import AGAIN, GONE, KEPT, Candidate, Fate, Stay, fates_of
 from partway.propagation.plan.make import make_plan

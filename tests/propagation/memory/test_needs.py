@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.queries import differentiated, gradient_flow
+from partway.propagation.graph.graph import differentiated, gradient_flow
 from partway.propagation.memory.needs import NOTHING, Needs, needs_of
 
 

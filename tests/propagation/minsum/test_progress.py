@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from partway.propagation.minsum.progress import listening, tell
+from partway.strategy.basics.blocks import listening, tell
 
 
 def test_all_who_listen_hear_until_they_stop():

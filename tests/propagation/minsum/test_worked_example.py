@@ -1,15 +1,15 @@
-"""The three operators of the room's page: the heads of its modules say the truth about them."""
+"""The three operators of minsum/__init__.py have the costs, choices and bounds that the docstrings of its modules
+state."""
 
 import numpy as np
 import pytest
 
 from partway.propagation.minsum.eliminate import eliminate
-from partway.propagation.minsum.found import Found
 from partway.propagation.minsum.least import least
 from partway.propagation.minsum.many import optimum_of_many
 from partway.propagation.minsum.messages import Messages, colours
 from partway.propagation.minsum.narrow import Narrowing
-from partway.propagation.minsum.network import Costs, network
+from partway.propagation.minsum.network import Costs, Found, network
 from partway.propagation.minsum.reduce import reduced
 from partway.propagation.minsum.visits import propagate, revisit
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from partway.fusion import FusionPolicies
 from partway.fusion.fuse import fuse_program
 from partway.propagation.capture.capture import CaptureOptions, capture
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated
 from partway.propagation.ops import batch_norm
 from partway.propagation.ops.batch_norm import (
     merge_gradients,

@@ -8,14 +8,14 @@ import pytest
 
 from partway.fusion.policy import COLLECTIVES as GROUPED
 from partway.propagation.cost.profile import ByKind
-from partway.propagation.ops.kinds import (
+from partway.propagation.ops.collectives import (
     COLLECTIVES,
     Payload,
     figures_of,
     is_gather,
     is_reduction,
     payload_bytes,
-    share,
+    shares_of,
 )
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Kind, Shard, kind, transpose
 from partway.strategy.placement import LOCAL
@@ -66,7 +66,7 @@ def test_the_payload_of_a_local_tensor_is_its_share_of_the_whole(size):
     for source, target in itertools.permutations(STATES, 2):
         if (way := kind(source, target)).communicates:
             local = [8 // size if source == Shard(dim) else 8 for dim in range(2)]
-            assert payload_bytes(source, target, local, 4, size) == share(way, size) * 4 * 64
+            assert payload_bytes(source, target, local, 4, size) == shares_of([way], size)[way] * 4 * 64
             assert math.prod(local) in (64, 64 // size)
     with pytest.raises(ValueError, match="the payload of exchange is not a share of the whole value"):
-        share(Kind.EXCHANGE, size)
+        shares_of([Kind.EXCHANGE], size)

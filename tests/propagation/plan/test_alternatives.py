@@ -23,7 +23,7 @@ from partway.propagation.plan.alternatives import (
     without_annotations,
     without_collective,
 )
-from partway.propagation.problem.cost_tables import costs_of
+from partway.propagation.problem.problem import costs_of
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.search import SearchMode

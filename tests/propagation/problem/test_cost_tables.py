@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from search_problems import mlp, mlp_tensors
 
-from partway.propagation.problem.cost_tables import costs_of
+from partway.propagation.problem.problem import costs_of
 
 
 def test_the_numbers_of_a_problem_are_its_costs(lab):

@@ -127,7 +127,7 @@ def test_a_recursive_plan_follows_without_help(lab, case):
 def test_the_search_that_writes_no_costs_out_follows_too(lab, case, monkeypatch):
     problem = lab.problem_of(*case, lab.SQUARE, elementwise_follow=True)
     best = dynamic_programming(problem)
-    monkeypatch.setattr("partway.propagation.problem.cost_tables.MANY_PAIRS", 0)
+    monkeypatch.setattr("partway.propagation.problem.problem.MANY_PAIRS", 0)
     found = verify_solution(problem, dynamic_programming(problem))
     assert found.cost >= best.cost * (1 - 1e-9)
     assert found.bound <= best.cost * (1 + 1e-9)

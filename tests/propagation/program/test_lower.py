@@ -13,7 +13,7 @@ import partway as pw
 import partway.propagation.program.lower as lower_module
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.fuse import fuse_program
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.graph import differentiated
 from partway.propagation.ops.collectives import convert
 from partway.propagation.program.collective import collective
 from partway.propagation.program.differentiate import differentiate

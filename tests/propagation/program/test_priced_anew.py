@@ -45,9 +45,8 @@ from partway.propagation.graph.port import Role
 from partway.propagation.memory.fates import AGAIN
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.minsum.network import Costs
-from partway.propagation.problem.cost_tables import costs_of
 from partway.propagation.problem.formulate import formulate
-from partway.propagation.problem.problem import Option, SearchProblem, Settings, Vertex, VertexKind
+from partway.propagation.problem.problem import Option, SearchProblem, Settings, Vertex, VertexKind, costs_of
 from partway.propagation.program.collective import Conversion
 from partway.propagation.program.lower import lower
 from partway.propagation.program.program import Program, verify_program
@@ -291,7 +290,7 @@ def test_each_block_more_costs_the_same() -> None:
 
 CACHES = (
     conversion_table, conversion._coefficients, conversion.digits_of, conversion._layouts, conversion._index,
-    conversion._groups_of_codes, cost.collective_cost, cost.ranks_by_level,
+    conversion._groups_of_codes, cost.collective_costs, cost.ranks_by_level,
 )  # fmt: skip
 
 

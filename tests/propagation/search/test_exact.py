@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from search_problems import brute_force, rows
 
-from partway.propagation.problem.cost_tables import costs_of, pairs_of
+from partway.propagation.problem.problem import costs_of, pairs_of
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.recursive import recursive_programming
 from partway.strategy import Mesh
@@ -33,7 +33,7 @@ def test_a_problem_too_large_to_write_out_is_solved_all_the_same(lab, monkeypatc
     problem = lab.problem_of(block, tensors, Mesh.of_sizes((2, 2)))
     exact = dynamic_programming(problem)
     assert exact.proven
-    monkeypatch.setattr("partway.propagation.problem.cost_tables.MANY_PAIRS", pairs_of(problem) - 1)
+    monkeypatch.setattr("partway.propagation.problem.problem.MANY_PAIRS", pairs_of(problem) - 1)
     monkeypatch.setattr("partway.propagation.minsum.many.FEW_PAIRS", 100)
     found = dynamic_programming(problem)
     assert found.cost == pytest.approx(exact.cost, rel=1e-12)

@@ -17,9 +17,8 @@ from partway.propagation.cost.profile import profile_of
 from partway.propagation.memory.keeping import keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import eliminate
-from partway.propagation.problem.cost_tables import costs_of
 from partway.propagation.problem.formulate import formulate
-from partway.propagation.problem.problem import Settings
+from partway.propagation.problem.problem import Settings, costs_of
 from partway.propagation.search.exact import dynamic_programming
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
 

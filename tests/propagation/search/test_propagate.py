@@ -6,8 +6,7 @@ from search_problems import annotated_problem, mlp, mlp_tensors
 
 from partway.propagation.minsum.network import network
 from partway.propagation.minsum.visits import propagate, revisit
-from partway.propagation.problem.cost_tables import costs_of
-from partway.propagation.problem.problem import VertexKind
+from partway.propagation.problem.problem import VertexKind, costs_of
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.propagate import sharding_propagation
 from partway.strategy import BROADCAST, Layout, Shard

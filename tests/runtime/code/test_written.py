@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway.requests.attached import engine_of
+from partway.requests.request import engine_of
 from partway.runtime.executors.peak import peak
 
 SIZE = 4, 6, 8

@@ -3,7 +3,7 @@ test_execute.py.)"""
 
 import torch
 
-from partway.propagation.ops.kinds import COLLECTIVES
+from partway.propagation.ops.collectives import COLLECTIVES
 from partway.runtime.code.instructions import Code, ConvertLayout, Relayout
 from partway.runtime.code.straight_line import compile_steps
 from partway.runtime.executors import issue

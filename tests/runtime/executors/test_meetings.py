@@ -1,6 +1,6 @@
 """How collectives are simulated: every kind has an entry. (What they compute is tested in test_simulate.py.)"""
 
-from partway.propagation.ops.kinds import COLLECTIVES
+from partway.propagation.ops.collectives import COLLECTIVES
 from partway.runtime.executors.meetings import MEETINGS
 
 

@@ -13,8 +13,8 @@ import partway as pw
 from partway.fusion import FusionPolicies
 from partway.fusion.fuse import fuse_program
 from partway.propagation.capture.capture import capture
+from partway.propagation.graph.graph import differentiated
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops import batch_norm
 from partway.propagation.ops.batch_norm import (
     moments_backward,
