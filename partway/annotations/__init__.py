@@ -6,9 +6,9 @@ a mesh, `Annotations`: the layouts that the search may choose from, by the name 
     constrain         while a function is captured: marks the tensors that are annotated inside it
     constraint_text   a strategy as text, the form of such a mark in the graph
     given             the part of each input that a process is given, by the dataset_strategy
+    manual_layouts    the layouts of a manual function's tensors
     annotate          all sources (in_strategy, parameter_plan, ...) as statements on single tensors, checked on the
                       mesh, and merged into the allowed layouts
-    manual_layouts    the layouts of a manual function's tensors
 
 Problems are collected, and raised as one StrategyError. `strategy/validate.py` checks the strategies themselves.
 """

@@ -15,7 +15,7 @@ import pytest
 from partway.ps.service.shelf import Full, Record, Shelf, open_shelf, viewing
 from partway.strategy.errors import RuntimeStateError
 
-PACKAGES = ("partway", "partway.strategy", "partway.runtime", "partway.ps.service")
+PACKAGES = ("partway", "partway.runtime", "partway.ps.service")
 
 
 def folders_of(package: str) -> list[str]:
