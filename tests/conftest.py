@@ -1,5 +1,6 @@
 """What tests share: how each of them starts, which are long, and ranks on gloo processes."""
 
+import gc
 import os
 import sys
 
@@ -65,6 +66,17 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(engine, "compile_call", compile_call)
     return made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The garbage collector leaves alone what stands when the tests are collected: modules and tests last."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
