@@ -82,7 +82,7 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """What is in long.txt, or in the folders of pages and of GPUs, is marked as long. Half of the workers have pools of
-    ranks, since each rank is a process too; a file's tests share a pool."""
+    ranks, since each rank is a process too; a file's tests share a pool. They come first, so that pools end early."""
     long = tiers.long()
     for item in items:
         if item.nodeid in long or item.nodeid.startswith(("tests/conformance/", "tests/gpu/")):
@@ -92,14 +92,26 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "pools" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group(f"ranks {files.index(item.path) % groups}"))
+    items.sort(key=lambda item: "pools" not in item.fixturenames)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Ranks end with the last of their tests, since process groups cost a CPU time even while nobody uses them."""
+    if nextitem is None or "pools" not in nextitem.fixturenames:
+        close(item.funcargs.get("pools", {}))
 
 
 @pytest.fixture(scope="session")
 def pools():
+    """The pools of ranks, by how many ranks they have."""
     started = {}
     yield started
-    for pool in started.values():
-        pool.close()
+    close(started)
+
+
+def close(pools):
+    while pools:
+        pools.popitem()[1].close()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ It prints what it has to say on stderr, which the pool shows when something fail
 """
 
 import functools
+import gc
 import importlib.util
 import os
 import pickle
@@ -14,6 +15,7 @@ import warnings
 import torch
 from afresh import start_afresh
 
+import partway.sharding  # noqa: F401 - what nearly each test needs
 from partway.runtime import init, shutdown
 
 
@@ -35,6 +37,7 @@ def serve(connection, environment, log):
     os.environ.update(environment)
     torch.set_num_threads(1)
     init(backend="nccl" if os.environ.get("PARTWAY_TEST_DEVICE") == "cuda" else "gloo")
+    gc.freeze()
     while True:
         try:
             path, name, arguments = pickle.loads(connection.recv_bytes())
