@@ -21,8 +21,9 @@ BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.$(INSTALL)
 SOURCES := $(shell find -L partway -name '*.py' -o -name '*.json') partway/py.typed README.md LICENSE
-# One thread for each process: the tests run side by side and start processes of their own.
-PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
+# One thread for each process: the tests run side by side and start processes of their own. Compiled files are kept, which
+# each of them would make anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
 .PHONY: help demo quick test test-long test-kits check canaries bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
 .DELETE_ON_ERROR:

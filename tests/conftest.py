@@ -1,5 +1,6 @@
 """What tests share: how each of them starts, which are long, and ranks on gloo processes."""
 
+import gc
 import os
 import sys
 
@@ -67,10 +68,21 @@ def plans(monkeypatch):
     return made
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The garbage collector leaves alone what stands when the tests are collected: modules and tests last."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """What is in long.txt, or in the folders of pages and of GPUs, is marked as long. Half of the workers have pools of
-    ranks, since each rank is a process too; a file's tests share a pool."""
+    ranks, since each rank is a process too; a file's tests share a pool. They come first, so that pools end early."""
     long = tiers.long()
     for item in items:
         if item.nodeid in long or item.nodeid.startswith(("tests/conformance/", "tests/gpu/")):
@@ -80,14 +92,26 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "pools" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group(f"ranks {files.index(item.path) % groups}"))
+    items.sort(key=lambda item: "pools" not in item.fixturenames)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Ranks end with the last of their tests, since process groups cost a CPU time even while nobody uses them."""
+    if nextitem is None or "pools" not in nextitem.fixturenames:
+        close(item.funcargs.get("pools", {}))
 
 
 @pytest.fixture(scope="session")
 def pools():
+    """The pools of ranks, by how many ranks they have."""
     started = {}
     yield started
-    for pool in started.values():
-        pool.close()
+    close(started)
+
+
+def close(pools):
+    while pools:
+        pools.popitem()[1].close()
 
 
 @pytest.fixture

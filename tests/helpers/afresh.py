@@ -9,7 +9,8 @@ def start_afresh():
     Nothing is imported for this."""
     if torch := sys.modules.get("torch"):
         torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
-        torch.manual_seed(0)
+        # that of the module formats a stack for each kind of device that was not used yet
+        (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     if context := sys.modules.get("partway.options.context"):
         context.reset_auto_parallel_context()
         context.reset_algo_parameters()

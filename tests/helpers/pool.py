@@ -35,8 +35,8 @@ class Pool:
 
     def __init__(self, n):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # two ranks have different hash seeds, as under a launcher; more ranks start as forks, which is fast
-        start = multiprocessing.get_context("spawn") if n == 2 else FORKS
+        # two ranks have different hash seeds, as under a launcher; all others start as forks, which is fast
+        spawned = {1} if n == 2 else set()
         self.logs, self.processes, self.connections = [], [], []
         for rank in range(n):
             ours, theirs = Pipe()
@@ -52,6 +52,7 @@ class Pool:
                 environment |= {"LOCAL_RANK": str(rank), "PARTWAY_SHARE_GPU": "1"}
             log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - open as long as the process
             with theirs:
+                start = multiprocessing.get_context("spawn") if rank in spawned else FORKS
                 process = start.Process(target=serve, args=(theirs, {**os.environ, **environment}, log.name))
                 process.start()
             self.processes.append(process)

@@ -4,6 +4,7 @@ Its output goes to stderr, which the pool shows if something fails.
 """
 
 import functools
+import gc
 import importlib.util
 import os
 import pickle
@@ -14,6 +15,7 @@ import warnings
 import torch
 from afresh import start_afresh
 
+import partway.sharding  # noqa: F401 - what nearly each test needs
 from partway.runtime import init, shutdown
 
 
@@ -36,6 +38,7 @@ def serve(connection, environment, log):
     os.environ.update(environment)
     torch.set_num_threads(1)
     init(backend="nccl" if os.environ.get("PARTWAY_TEST_DEVICE") == "cuda" else "gloo")
+    gc.freeze()
     while True:
         try:
             path, name, arguments = pickle.loads(connection.recv_bytes())

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["partway", "torch.optim"])
+FORKS.set_forkserver_preload(["partway.sharding", "torch.optim"])  # `import partway` alone leaves what plans for later
 
 
 def free_port() -> int:

@@ -142,7 +142,7 @@ def loss_of(stack: Tensor, placement: Placement, coefficient: Tensor) -> Tensor:
 @given(chains())
 def test_every_chain_of_conversions_is_right_forward_and_backward_against_one_device(chain):
     n, shape, placements, seed = chain
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     value, coefficient = torch.randn(2, *shape, dtype=torch.float64)
     leaf = place(value, n, placements[0]).requires_grad_()
     stack = leaf
