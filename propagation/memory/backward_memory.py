@@ -23,7 +23,6 @@ Parameters, states of the optimizer and inputs of the call are there throughout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +36,10 @@ from .held import Held, Life, Moment, Part, added_up
 from .keeping import KeepProblem, Kept
 
 
-def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> Held:
-    """The bytes held under `choice`, an option for each vertex of `problem`, with the fates of `kept`: at the moments
-    of the backward of each vertex, and then at those of the forward of each."""
-    found = _Lives(problem, choice, kept)
+def timeline(problem: KeepProblem, kept: Kept) -> Held:
+    """The bytes held under a choice of `problem` and its fates: at the moments of the backward of each vertex, and then
+    at those of the forward of each."""
+    found = _Lives(problem, kept)
     names = [vertex.name for vertex in problem.problem.vertices]
     phases = {"backward": found.backward, "forward": found.forward}
     every = [added_up(lives, len(names)) for lives in phases.values()]
@@ -82,10 +81,10 @@ class _Reads:
 class _Lives:
     """The lives of all tensors under a choice, in the backward and in the forward."""
 
-    def __init__(self, problem: KeepProblem, choice: Sequence[int], kept: Kept) -> None:
-        self.p, self.choice, self.keeping = problem, choice, kept.keeping
+    def __init__(self, problem: KeepProblem, kept: Kept) -> None:
+        self.p, self.choice, self.keeping = problem, kept.choice, kept.keeping
         self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
-        self.found = [problem.converted(edge, choice) for edge in self.edges]
+        self.found = [problem.converted(edge, kept.choice) for edge in self.edges]
         self.reads = [_Reads(until=i, earliest=len(self.vertices)) for i in range(len(self.vertices))]
         self._read()
         self.forward: list[Life] = []
@@ -98,10 +97,6 @@ class _Lives:
                 self._made(i)
         for number in range(len(self.edges)):
             self._converted(number)
-
-    def _add(self, lives: list[Life], part: Part, first: int, last: int | None, size: float) -> None:
-        """Add a life from vertex `first` to vertex `last`; None: to the last of all."""
-        lives.append(Life(part, first, len(self.vertices) - 1 if last is None else last, size))
 
     def _read(self) -> None:
         """Follow reads, from the last vertex to the first: those of a view, and of a hub without memory of its own, are
@@ -136,13 +131,16 @@ class _Lives:
         vertex, option, sizes = self.vertices[i], self.choice[i], self.p.sizes(i)
         held, always = float(vertex.options.held[option]), float(sizes.always[option])
         if vertex.kind is VertexKind.OUTPUT:
-            self._add(self.backward, Part.RESULTS, 0, None, always)
+            self.backward.append(Life(Part.RESULTS, 0, None, always))
             return
         is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
-        for lives in (self.backward, self.forward):
-            self._add(lives, Part.PARAMETERS if is_parameter else Part.INPUTS, 0, None, held)
-            self._add(lives, Part.OPTIMIZER, 0, None, always - held)
-        self._add(self.backward, Part.GRADIENTS, 0, self.reads[i].nearest, float(sizes.gradient[option]))
+        throughout = [
+            Life(Part.PARAMETERS if is_parameter else Part.INPUTS, 0, None, held),
+            Life(Part.OPTIMIZER, 0, None, always - held),
+        ]
+        self.forward += throughout
+        self.backward += throughout
+        self.backward.append(Life(Part.GRADIENTS, 0, self.reads[i].nearest, float(sizes.gradient[option])))
 
     def _made(self, i: int) -> None:
         """Add the results of an operator or a hub, and what its forward keeps beside them."""
@@ -150,27 +148,28 @@ class _Lives:
         made, beside = float(sizes.made[self.choice[i]]), float(sizes.beside[self.choice[i]])
         earliest = min(reads.earliest, i) if facts.own else reads.earliest
         if fate.beside is Stay.BACK:
-            self._add(self.backward, Part.AGAIN, i, max(reads.start, i), beside)
+            self.backward.append(Life(Part.AGAIN, i, max(reads.start, i), beside))
         elif fate.beside is Stay.THROUGHOUT:
-            self._add(self.backward, Part.KEPT, i, None, beside)
+            self.backward.append(Life(Part.KEPT, i, None, beside))
         read = earliest < len(self.vertices)
         if fate.results is Stay.BACK and (facts.read or reads.viewed) and read:
-            self._add(self.backward, Part.AGAIN, earliest, max(reads.start, earliest), made)
+            self.backward.append(Life(Part.AGAIN, earliest, max(reads.start, earliest), made))
         elif fate.keeps and not reads.inside:
-            self._add(self.backward, Part.KEPT, earliest if read else i, None, made)
+            self.backward.append(Life(Part.KEPT, earliest if read else i, None, made))
         if self.vertices[i].kind is VertexKind.OPERATOR:
             stays = fate.keeps or reads.stays
-            self._add(self.forward, Part.WORKING, i, None if stays else reads.until, made)
-            self._add(self.forward, Part.WORKING, i, None if fate.beside is Stay.THROUGHOUT else i, beside)
+            self.forward.append(Life(Part.WORKING, i, None if stays else reads.until, made))
+            self.forward.append(Life(Part.WORKING, i, None if fate.beside is Stay.THROUGHOUT else i, beside))
 
     def _converted(self, number: int) -> None:
         """Add the result of a conversion."""
         found, i = self.found[number], self.edges[number].consumer
         if self.keeping.kept[number]:
-            self._add(self.backward, Part.KEPT, i, None, found.after)
+            self.backward.append(Life(Part.KEPT, i, None, found.after))
         elif self.keeping.again[number] and self.p.reads[number] and found.moves:
-            self._add(self.backward, Part.AGAIN, i, i, found.after)
+            self.backward.append(Life(Part.AGAIN, i, i, found.after))
         if found.moves:
             hub = self.vertices[i].kind is VertexKind.HUB
             stays = self.keeping.kept[number] or (hub and self.keeping.fates[i].keeps)
-            self._add(self.forward, Part.WORKING, i, None if stays else self.reads[i].until if hub else i, found.after)
+            until = self.reads[i].until if hub else i
+            self.forward.append(Life(Part.WORKING, i, None if stays else until, found.after))

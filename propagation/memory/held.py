@@ -41,11 +41,11 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Memory of `size` bytes that is there from moment `first` to moment `last`."""
+    """Memory of `size` bytes that is there from moment `first` to moment `last`; None: to the end."""
 
     part: Part
     first: int
-    last: int
+    last: int | None
     size: float
 
 
@@ -95,5 +95,6 @@ def added_up(lives: Iterable[Life], count: int) -> dict[Part, Floats]:
     changes = {part: np.zeros(count + 1) for part in Part}
     for life in lives:
         changes[life.part][life.first] += life.size
-        changes[life.part][life.last + 1] -= life.size
+        if life.last is not None:
+            changes[life.part][life.last + 1] -= life.size
     return {part: np.cumsum(change[:-1]) for part, change in changes.items()}

@@ -18,6 +18,7 @@ results. A byte may have another price at each of these times.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -298,19 +299,13 @@ class KeepProblem:
             work = now * edge.table.held[codes][:, None] * moving(once, twice)
             once, twice, keep = once + work, twice + work, keep + work
         best, in_one = np.minimum(twice, keep), kept * self._in_one(edge)
-        rows = []
-        for fate in self.facts[edge.producer].fates:
+
+        def way(fate: Fate, reader: Fate) -> Floats:
             there = best if self._is_there(fate, edge) else keep
-            rows.append(
-                np.hstack(
-                    [
-                        (there if self.reads[number] or reader.runs else once)
-                        - (in_one if fate.keeps and reader.keeps else 0.0)
-                        for reader in self.facts[edge.consumer].fates
-                    ]
-                )
-            )
-        return np.vstack(rows)
+            return (there if self.reads[number] or reader.runs else once) - in_one * (fate.keeps and reader.keeps)
+
+        readers = self.facts[edge.consumer].fates
+        return np.block([[way(fate, reader) for reader in readers] for fate in self.facts[edge.producer].fates])
 
     def _is_hub(self, i: int) -> bool:
         return self.problem.vertices[i].kind is VertexKind.HUB
@@ -396,7 +391,8 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
     only free results are computed again."""
     marked = recomputed(problem.graph)
     facts: list[_Facts] = []
-    read = {(edge.producer, edge.result) for edge in problem.edges if _reads(problem, edge, needs)}
+    reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
+    read = {(edge.producer, edge.result) for edge in itertools.compress(problem.edges, reads)}
     for i, vertex in enumerate(problem.vertices):
         its = needs.get(vertex.node, NOTHING) if vertex.kind is VertexKind.OPERATOR else NOTHING
         facts.append(
@@ -409,7 +405,6 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
                 float(its.beside),
             )
         )
-    reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
     return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred)
 

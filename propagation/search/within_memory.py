@@ -389,7 +389,7 @@ def _solved(
 
 def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: float | Floats = 0.0) -> Point:
     kept: Kept = problem.read_off(numbers, at, between)
-    when = timeline(problem, kept.choice, kept)
+    when = timeline(problem, kept)
     held = at_vertices(when) + problem.problem.beside
     choice = problem.original(kept.choice)
     return Point(numbers, choice, kept.keeping, kept.cost, kept.held, held, when, kept.prices)

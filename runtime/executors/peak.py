@@ -88,7 +88,7 @@ class _Lives:
         """The bytes held during each call, and at the end."""
         count = 2 * len(self.calls) + 2
         lives = [Life(self._part(key), start, self.last[key], self.sizes[key]) for key, start in self.first.items()]
-        lives += [Life(part, 0, count - 1, size) for part, size in throughout.items()]
+        lives += [Life(part, 0, None, size) for part, size in throughout.items()]
         parts = added_up([*lives, *self.flights], count)
         more = 2 * np.arange(count // 2) + sum(parts.values()).reshape(-1, 2).argmax(axis=1)
         moments = [_moment(phase, node) for phase, node in self.calls]

@@ -26,7 +26,7 @@ def of_whole(lab, fn, *shapes, recompute=Recompute.NONE):
     own = fates.at(choice)
     nothing = np.zeros(len(problem.vertices))
     kept = own.read_off([0] * len(choice), nothing)
-    return problem, kept, timeline(own, kept.choice, kept)
+    return problem, kept, timeline(own, kept)
 
 
 def _is_whole(option):
@@ -132,6 +132,6 @@ def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab)
     numbers = [facts.fates.index(AGAIN) if i in again else 0 for i, facts in enumerate(own.facts)]
     kept = own.read_off(numbers, np.zeros(len(numbers)))
     linear = at(problem, "linear")
-    found = timeline(own, kept.choice, kept)
+    found = timeline(own, kept)
     made = float(problem.vertices[linear].options.made[choice[linear]])
     assert float(found.parts[Part.AGAIN][at(problem, "matmul")]) >= made > 0
