@@ -339,7 +339,7 @@ def _priced(keep: KeepProblem, price: float, strategies: tuple[int, ...] | None 
     costs = keep.costs(prices, more)
     found = eliminate_in(costs, affordable(costs, elimination_order(costs, TABLE_LIMIT)))
     kept = keep.read_off(found.choice, prices, more)
-    held = timeline(keep, kept.choice, kept)
+    held = timeline(keep, kept)
     choice = strategies or kept.choice
     solution = Solution(choice, kept.cost, -math.inf, found.width, keeping=kept.keeping, held=held)
     return Found(solution, held.peak)

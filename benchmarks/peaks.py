@@ -52,7 +52,7 @@ from transformers import (
 import partway as pw
 from partway.measure.contenders import one_rank
 from partway.measure.workloads import ResNet50, UNet
-from partway.runtime.executors.peak import moments
+from partway.runtime.executors.peak import held_by
 
 MB = 1e6
 PREDICTION_BAR = 0.05  # of what is measured
@@ -259,7 +259,7 @@ def _step(case: Case, quick: bool, fraction: float, limit: float) -> Peak:
     except pw.StrategyError as error:
         return Peak(fraction, limit, enough=_enough(str(error)))
     memory = model.plan.memory
-    made = max(moment.held for moment in moments(model.program))
+    made = round(held_by(model.program).peak)
     return Peak(
         fraction, limit, memory.total, memory.parameters + memory.inputs + made, (found.rest + found.peak,),
         f"{memory.phase} of {memory.at}",

@@ -2,7 +2,8 @@
 
 The search does not count all memory of a step, above all that of groups of collectives in flight; it is known only
 after the step is made. So near the limit the step is made and its memory is computed from its graphs; if it is too
-much, the search is repeated with the excess at each operator.
+much, the search is repeated with the excess at each operator. A plan that was too large is then too large for the
+search.
 """
 
 from __future__ import annotations
@@ -16,38 +17,39 @@ import torch
 from partway.compiler.passes import SEARCHING, Around, Draft, applied, differentiated_program, fused, lowered, run
 from partway.propagation.cost.conversion import Floats
 from partway.propagation.graph.graph import differentiated
-from partway.propagation.graph.nodes import computed_again, operator_of
+from partway.propagation.memory.backward_memory import at_vertices
+from partway.propagation.memory.held import Held, Part
 from partway.propagation.plan.data import Memory
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
-from partway.runtime.executors.peak import moments, peak
+from partway.runtime.executors.peak import held_by
 from partway.strategy.errors import DoesNotFitError
 
 NEAR = 0.9  # of the limit: from here on the count of the search may be too small
-TRIES = 6  # searches, each with more uncounted memory than the one before
-AT_OPERATORS = 3  # the first of these, in which it is added at the operators that hold it; later at all operators
+SEARCHES = 6  # each with more uncounted memory than the one before
 
 
 def fitted(draft: Draft, around: Around = applied) -> Draft:
     """The draft with the plan of a draft with a solution or, if its step would exceed the limit, of another search with
     less room. A given plan stays as it is. Raises DoesNotFitError if no search finds one that fits."""
-    first, draft = draft, lowered(draft, around)
-    limit, least = draft.settings.memory_limit, math.inf
+    draft = lowered(draft, around)
+    limit, bound, least = draft.settings.memory_limit, draft.solution.bound, math.inf
     if limit is None or draft.plan.memory.total < NEAR * limit:
         return draft
-    for tried in range(TRIES):
-        step = program_of(draft)
-        memory = memory_of(draft.plan, step)
-        least = min(least, memory.total)
+    for _ in range(SEARCHES):
+        held = held_in_step(draft.plan, program_of(draft))
+        memory = Memory.at_peak(held)
         if memory.total <= limit or draft.inputs.replayed is not None:
             return replace(draft, plan=draft.plan.holding(memory))
-        beside = _beside(draft, step)
-        if tried >= AT_OPERATORS:
-            beside += memory.total - limit
+        least = min(least, memory.total)
+        problem = replace(draft.problem, beside=np.maximum(draft.problem.beside, _beside(draft, held)))
         try:
-            draft = lowered(_searched_again(draft, first, beside, around), around)
+            draft = run(SEARCHING[1:], replace(draft, problem=problem), around)
         except DoesNotFitError as error:
             raise error.changed(min(error.least, least), limit) from None
+        # less room cannot make plans cheaper: the bound of the first search stays valid
+        solution = replace(draft.solution, bound=min(bound, draft.solution.cost), binding=True)
+        draft = lowered(replace(draft, solution=solution), around)
     raise DoesNotFitError(f"on the mesh {draft.mesh}", least, limit, str(memory))
 
 
@@ -57,48 +59,26 @@ def program_of(draft: Draft) -> Program:
         return fused(differentiated_program(draft.inputs, draft.program, differentiated(draft.inputs.graph)))
 
 
-def _searched_again(draft: Draft, first: Draft, beside: Floats, around: Around) -> Draft:
-    """`draft` searched again with the uncounted memory `beside` of its step. The bound of the first search stays valid:
-    less room cannot make plans cheaper."""
-    problem = draft.problem
-    known = beside if problem.beside is None else np.maximum(problem.beside, beside)
-    draft = run(SEARCHING[1:], replace(draft, problem=replace(problem, beside=known)), around)
-    bound = min(first.solution.bound, draft.solution.cost)
-    return replace(draft, solution=replace(draft.solution, bound=bound, binding=True))
+def held_in_step(plan: Plan, program: Program) -> Held:
+    """The bytes that a rank holds in a step of `program`, that of `plan`."""
+    rest = plan.memory
+    throughout = {Part.PARAMETERS: rest.parameters, Part.OPTIMIZER: rest.optimizer, Part.INPUTS: rest.inputs}
+    return held_by(program, throughout)
 
 
-def memory_of(plan: Plan, program: Program) -> Memory:
-    """The memory of a rank at the peak of a plan's step, by its graphs."""
-    at, known = peak(program), plan.memory
-    return Memory(
-        parameters=known.parameters,
-        optimizer=known.optimizer,
-        inputs=known.inputs,
-        gradients=at.gradients,
-        activations=at.kept,
-        again=at.again,
-        working=at.held - at.gradients - at.kept - at.again,
-        phase=at.phase,
-        at=operator_of(at.node) or at.node.name,
-    )
-
-
-def _beside(draft: Draft, program: Program) -> Floats:
+def _beside(draft: Draft, held: Held) -> Floats:
     """The bytes, in the forward or backward of each vertex, that a rank holds and the search has not counted."""
-    memory = draft.plan.memory
-    always = memory.parameters + memory.optimizer + memory.inputs
-    held: dict[str, float] = {}
-    name, most = "", 0.0
-    for moment in moments(program):
-        most = max(most, always + moment.held)
-        again = moment.phase == "backward" and computed_again(moment.node)
-        if again or not operator_of(moment.node):  # its memory counts for the next operator, as that of groups does
-            continue
-        name = operator_of(moment.node)
-        held[name], most = max(held.get(name, 0.0), most), 0.0
-    held[name] = max(held.get(name, 0.0), most)
+    most = {vertex.name: 0.0 for vertex in draft.problem.vertices}
+    name, waiting = "", 0.0
+    for moment, size in zip(held.moments, held.total.tolist(), strict=True):
+        waiting = max(waiting, size)
+        if moment.of in most:  # other memory counts for the next operator that does
+            name = moment.of
+            most[name], waiting = max(most[name], waiting), 0.0
+    if name:
+        most[name] = max(most[name], waiting)
     counted = draft.solution.held
     assert counted is not None
-    of_vertices = np.array([held.get(vertex.name, 0.0) for vertex in draft.problem.vertices])
-    beside: Floats = np.maximum(of_vertices - np.maximum(counted.total, counted.forward), 0.0)
+    of_vertices = np.array([most[vertex.name] for vertex in draft.problem.vertices])
+    beside: Floats = np.maximum(of_vertices - at_vertices(counted), 0.0)
     return beside

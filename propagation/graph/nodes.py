@@ -21,8 +21,9 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.fx.traceback import annotate, preserve_node_meta
 
+from ...strategy.placement import Kind
 from ..ops.by_hand import COLLECTIVES
-from ..ops.collectives import constrain
+from ..ops.collectives import constrain, convert, kind_of
 from ..ops.python.functions import functions_of, run
 from ..ops.python.manual import call_manual, manual_of
 from ..torch_internals import OpOverload, schema_of
@@ -245,6 +246,13 @@ REPLACING = (
 def is_pointwise(target: Any) -> bool:
     """Whether PyTorch tags the operator `target` as pointwise: each element depends on the elements at its place."""
     return torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def is_identity(node: fx.Node) -> bool:
+    """Whether a node returns its operand: a no-op conversion, an alias or, where autograd is off, a detach."""
+    if node.target is convert:
+        return kind_of(str(node.args[1]), str(node.args[2])) is Kind.NOTHING
+    return node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def is_view(node: fx.Node) -> bool:

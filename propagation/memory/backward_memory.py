@@ -1,4 +1,4 @@
-"""The bytes that one device holds during the backward, operator by operator, under one choice and its fates.
+"""The bytes that one device holds under one choice and its fates, in the forward and in the backward of each vertex.
 
 Operators 1, 2 and 3 form a chain, and their results have 4, 2 and 1 bytes. The backward of 2 reads the result of 1, and
 that of 3 the result of 2; both are kept:
@@ -16,13 +16,13 @@ Each tensor is held for an interval of vertices, which the backward visits from 
     value
     gradient of a      from its last reader to the end of the step
     parameter
+    in the forward     from its producer to its last reader, or to the end if it is kept
 
-Parameters, states of the optimizer and inputs of the call are held throughout, its results from their producers on.
+Parameters, states of the optimizer and inputs of the call are held throughout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,200 +32,144 @@ from ..graph.port import Role
 from ..problem.problem import VertexKind
 from .fates import Stay
 from .gradients import gradients
+from .held import Held, Life, Moment, Part, added_up
 from .keeping import KeepProblem, Kept
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes on one device while the backward is at each vertex, by category.
+def timeline(problem: KeepProblem, kept: Kept) -> Held:
+    """The bytes held under a choice of `problem` and its fates: at the moments of the backward of each vertex, and then
+    at those of the forward of each."""
+    found = _Lives(problem, kept)
+    names = [vertex.name for vertex in problem.problem.vertices]
+    phases = {"backward": found.backward, "forward": found.forward}
+    every = [added_up(lives, len(names)) for lives in phases.values()]
+    return Held(
+        [Moment(phase, name, name) for phase in phases for name in names],
+        {part: np.concatenate([each[part] for each in every]) for part in Part},
+    )
 
-    always    parameters, states of the optimizer, inputs and results, throughout the backward
-    forward   all bytes while the forward is at each vertex
+
+def at_vertices(held: Held) -> Floats:
+    """The most bytes at the two moments of each vertex, of a `timeline`."""
+    most: Floats = held.total.reshape(2, -1).max(axis=0)
+    return most
+
+
+@dataclass(slots=True)
+class _Reads:
+    """The readers of the memory of a vertex's result.
+
+    until              the last one in the forward, through hubs and views
+    nearest            the last one that reads the result itself
+    earliest, latest   of those in the backward; the number of vertices, and -1, if there are none
+    start              the vertex of the backward at which it would be computed again; -1 if nothing needs it
+    viewed             a backward reads a view of it
+    stays              the memory is kept as that of a hub or a view
+    inside             the memory is that of its producer's result, which is kept: of a hub without a conversion
     """
 
-    always: Mapping[str, float]
-    forward: Floats
-    kept: Floats
-    again: Floats
-    gradients: Floats
-    parameter_gradients: Floats
-
-    @property
-    def peak(self) -> float:
-        """The largest number of bytes at any time."""
-        return float(max(self.total.max(initial=0.0), self.forward.max(initial=0.0)))
-
-    @property
-    def moment(self) -> tuple[str, int]:
-        """The time of the peak: "forward" or "backward", and the vertex."""
-        forward = float(self.forward.max()) > float(self.total.max())
-        return ("forward", int(self.forward.argmax())) if forward else ("backward", int(self.total.argmax()))
-
-    @property
-    def total(self) -> Floats:
-        """The bytes at each vertex of the backward."""
-        return sum(self.always.values()) + self.kept + self.again + self.gradients + self.parameter_gradients
+    until: int
+    earliest: int
+    nearest: int = 0
+    latest: int = -1
+    start: int = -1
+    viewed: bool = False
+    stays: bool = False
+    inside: bool = False
 
 
-def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> HeldBytes:
-    """The bytes held under `choice`, an option for each vertex of `problem`, with the fates of `kept`."""
-    return _Timeline(problem, choice, kept).made()
+class _Lives:
+    """The lives of all tensors under a choice, in the backward and in the forward."""
 
-
-class _Timeline:
-    def __init__(self, problem: KeepProblem, choice: Sequence[int], kept: Kept) -> None:
-        self.p, self.choice, self.keeping = problem, choice, kept.keeping
+    def __init__(self, problem: KeepProblem, kept: Kept) -> None:
+        self.p, self.choice, self.keeping = problem, kept.choice, kept.keeping
         self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
-        count = len(self.vertices)
-        self.changes = {name: np.zeros(count + 1) for name in ("kept", "again", "gradients", "parameter_gradients")}
-        self.always = {"parameters": 0.0, "optimizer": 0.0, "inputs": 0.0, "results": 0.0}
-        self.made_so_far = np.zeros(count + 1)
-        self.found = [problem.converted(edge, choice) for edge in self.edges]
-        self._reached: dict[int, list[int]] = {}
-        self.entering: list[list[int]] = [[] for _ in range(count)]  # of each vertex the edges to it
-        self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
-        self.producers: list[list[int]] = [[] for _ in range(count)]
-        self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads its result
-        self.viewed = [False] * count  # of each vertex whether a backward reads a view of its result
-        for number, edge in enumerate(self.edges):
-            self.entering[edge.consumer].append(number)
-            self.readers[edge.producer].append(edge.consumer)
-            self.producers[edge.consumer].append(edge.producer)
-            if problem.reads[number]:
-                self.reading[edge.producer].append(edge.consumer)
-
-    def _add(self, what: str, first: int, last: int, size: float) -> None:
-        self.changes[what][first] += size
-        self.changes[what][last + 1] -= size
-
-    def made(self) -> HeldBytes:
-        """Add up all intervals."""
-        self._values()
-        self._conversions()
-        self._gradients()
-        sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
-        self._forward()
-        before = sum(self.always.values()) - self.always["results"]  # each result counts from its producer on
-        return HeldBytes(self.always, np.cumsum(self.made_so_far[:-1]) + before, **sums)
-
-    def _values(self) -> None:
-        self._read_through()
-        starts = self._starts()
+        self.found = [problem.converted(edge, kept.choice) for edge in self.edges]
+        self.reads = [_Reads(until=i, earliest=len(self.vertices)) for i in range(len(self.vertices))]
+        self._read()
+        self.forward: list[Life] = []
+        values = gradients(problem, self.found)
+        self.backward = [Life(Part.VALUES, value.end, value.start, value.size) for value in values]
         for i, vertex in enumerate(self.vertices):
-            if vertex.kind is VertexKind.INPUT:
-                self._input(i)
-            elif vertex.kind is VertexKind.OUTPUT:
-                self.always["results"] += float(self.p.at_rest(i)[1][self.choice[i]])
+            if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
+                self._port(i)
             else:
-                self._made(i, starts[i])
+                self._made(i)
+        for number in range(len(self.edges)):
+            self._converted(number)
 
-    def _read_through(self) -> None:
-        """Attribute reads through views, and hubs without memory of their own, to the producer of the memory."""
-        for i in reversed(range(len(self.vertices))):
-            hub = self.vertices[i].kind is VertexKind.HUB and not self.keeping.fates[i].keeps
-            view = self.p.facts[i].view
-            if hub or view or self._lies_in_what_is_kept(i):
-                for producer in self.producers[i]:
-                    self.reading[producer] += self.reading[i]
-                    self.viewed[producer] = self.viewed[producer] or (view and bool(self.reading[i]))
-
-    def _input(self, i: int) -> None:
-        vertex, option = self.vertices[i], self.choice[i]
-        gradient, throughout = (float(column[option]) for column in self.p.at_rest(i))
-        own = float(vertex.options.held[option])
-        is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
-        self.always["parameters" if is_parameter else "inputs"] += own
-        self.always["optimizer"] += throughout - own
-        if gradient:
-            self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
-
-    def _made(self, i: int, start: int) -> None:
-        """Add the results of an operator or a hub."""
-        last, facts, fate = len(self.vertices) - 1, self.p.facts[i], self.keeping.fates[i]
-        made = float(self.vertices[i].options.made[self.choice[i]])
-        beside = float(self.p.beside(i)[self.choice[i]])
-        readers = [*self.reading[i], *([i] if facts.own else [])]
-        earliest = min(readers) if readers else None
-        if fate.beside is Stay.BACK:
-            self._add("again", i, max(start, i), beside)
-        elif fate.beside is Stay.THROUGHOUT:
-            self._add("kept", i, last, beside)
-        if fate.results is Stay.BACK and (facts.read or self.viewed[i]) and earliest is not None:
-            self._add("again", earliest, max(start, earliest), made)
-        elif fate.keeps and not self._lies_in_what_is_kept(i):
-            self._add("kept", i if earliest is None else earliest, last, made)
-
-    def _lies_in_what_is_kept(self, i: int) -> bool:
-        """Whether vertex i is a hub without a conversion whose producer's result is kept."""
-        (number,) = self.entering[i] if self.vertices[i].kind is VertexKind.HUB else (None,)
-        if number is None or not self.keeping.fates[self.edges[number].producer].keeps:
-            return False
-        return self.found[number].same
-
-    def _starts(self) -> list[int]:
-        """The vertex of the backward at which each vertex would be recomputed; -1 if nothing needs it."""
-        starts = [-1] * len(self.vertices)
-        for i in reversed(range(len(self.vertices))):
-            again = (starts[reader] for reader in self.readers[i] if self.keeping.fates[reader].runs)
-            own = [i] if self.p.facts[i].own else []
-            starts[i] = max([*self.reading[i], *again, *own], default=-1)
-        return starts
-
-    def _conversions(self) -> None:
+    def _read(self) -> None:
+        """Follow reads, from the last vertex to the first: those of a view, and of a hub without memory of its own, are
+        reads of the memory of their producer."""
+        entering: list[list[int]] = [[] for _ in self.vertices]
         for number, edge in enumerate(self.edges):
-            size = self.found[number].after
-            if self.keeping.kept[number]:
-                self._add("kept", edge.consumer, len(self.vertices) - 1, size)
-            elif self.keeping.again[number] and self.p.reads[number] and self.found[number].moves:
-                self._add("again", edge.consumer, edge.consumer, size)
-
-    def _forward(self) -> None:
-        """Add up the forward: kept results stay from their producers on, others until their last reader has run."""
-        last, kept_as = len(self.vertices) - 1, self._kept_as_another()
+            entering[edge.consumer].append(number)
         for i in reversed(range(len(self.vertices))):
-            vertex, option = self.vertices[i], self.choice[i]
-            if vertex.kind is not VertexKind.OPERATOR:
-                continue
-            made, beside = float(vertex.options.made[option]), float(self.p.beside(i)[option])
-            fate = self.keeping.fates[i]
-            stays = fate.keeps or i in kept_as
-            until = max(self._through(i), default=i)
-            for size, end in (
-                (made, last if stays else until),
-                (beside, last if fate.beside is Stay.THROUGHOUT else i),
-            ):
-                self.made_so_far[i] += size
-                self.made_so_far[end + 1] -= size
-        for number, edge in enumerate(self.edges):
-            if self.found[number].moves:
-                size, stays = self.found[number].after, self.keeping.kept[number]
-                hub = self.vertices[edge.consumer].kind is VertexKind.HUB
-                until = max(self._through(edge.consumer), default=edge.consumer) if hub else edge.consumer
-                stays = stays or (hub and self.keeping.fates[edge.consumer].keeps)
-                self.made_so_far[edge.consumer] += size
-                self.made_so_far[(last if stays else until) + 1] -= size
-
-    def _kept_as_another(self) -> set[int]:
-        """The vertices whose memory a kept hub or view shares."""
-        found: set[int] = set()
-        for i in reversed(range(len(self.vertices))):
+            fate, facts, own = self.keeping.fates[i], self.p.facts[i], self.reads[i]
             hub = self.vertices[i].kind is VertexKind.HUB
-            if (hub and self.keeping.fates[i].keeps) or (i in found and (hub or self.p.facts[i].view)):
-                found |= {self.edges[number].producer for number in self.entering[i] if self.found[number].same}
-        return found
+            if hub:
+                (number,) = entering[i]
+                own.inside = self.keeping.fates[self.edges[number].producer].keeps and self.found[number].same
+            own.start = max(own.start, own.latest, i if facts.own else -1)
+            for number in entering[i]:
+                producer = self.reads[self.edges[number].producer]
+                producer.nearest = max(producer.nearest, i)
+                producer.until = max(producer.until, own.until if hub or facts.view else i)
+                if self.p.reads[number]:
+                    producer.earliest, producer.latest = min(producer.earliest, i), max(producer.latest, i)
+                if facts.view or own.inside or (hub and not fate.keeps):
+                    producer.earliest = min(producer.earliest, own.earliest)
+                    producer.latest = max(producer.latest, own.latest)
+                    producer.viewed |= facts.view and own.latest >= 0
+                if fate.runs:
+                    producer.start = max(producer.start, own.start)
+                if ((hub and fate.keeps) or (own.stays and (hub or facts.view))) and self.found[number].same:
+                    producer.stays = True
 
-    def _through(self, i: int) -> list[int]:
-        """The readers of the result of vertex i, including those that read it through hubs and views."""
-        if i not in self._reached:
-            found: list[int] = []
-            for reader in self.readers[i]:
-                found.append(reader)
-                vertex = self.vertices[reader]
-                if vertex.kind is VertexKind.HUB or self.p.facts[reader].view:
-                    found += self._through(reader)
-            self._reached[i] = found
-        return self._reached[i]
+    def _port(self, i: int) -> None:
+        """Add an input of the call, or a result, which counts in the forward as the result of its operator."""
+        vertex, option, sizes = self.vertices[i], self.choice[i], self.p.sizes(i)
+        held, always = float(vertex.options.held[option]), float(sizes.always[option])
+        if vertex.kind is VertexKind.OUTPUT:
+            self.backward.append(Life(Part.RESULTS, 0, None, always))
+            return
+        is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
+        throughout = [
+            Life(Part.PARAMETERS if is_parameter else Part.INPUTS, 0, None, held),
+            Life(Part.OPTIMIZER, 0, None, always - held),
+        ]
+        self.forward += throughout
+        self.backward += throughout
+        self.backward.append(Life(Part.GRADIENTS, 0, self.reads[i].nearest, float(sizes.gradient[option])))
 
-    def _gradients(self) -> None:
-        for gradient in gradients(self.p, self.found):
-            self._add("gradients", gradient.end, gradient.start, gradient.size)
+    def _made(self, i: int) -> None:
+        """Add the results of an operator or a hub, and what its forward keeps beside them."""
+        facts, fate, reads, sizes = self.p.facts[i], self.keeping.fates[i], self.reads[i], self.p.sizes(i)
+        made, beside = float(sizes.made[self.choice[i]]), float(sizes.beside[self.choice[i]])
+        earliest = min(reads.earliest, i) if facts.own else reads.earliest
+        if fate.beside is Stay.BACK:
+            self.backward.append(Life(Part.AGAIN, i, max(reads.start, i), beside))
+        elif fate.beside is Stay.THROUGHOUT:
+            self.backward.append(Life(Part.KEPT, i, None, beside))
+        read = earliest < len(self.vertices)
+        if fate.results is Stay.BACK and (facts.read or reads.viewed) and read:
+            self.backward.append(Life(Part.AGAIN, earliest, max(reads.start, earliest), made))
+        elif fate.keeps and not reads.inside:
+            self.backward.append(Life(Part.KEPT, earliest if read else i, None, made))
+        if self.vertices[i].kind is VertexKind.OPERATOR:
+            stays = fate.keeps or reads.stays
+            self.forward.append(Life(Part.WORKING, i, None if stays else reads.until, made))
+            self.forward.append(Life(Part.WORKING, i, None if fate.beside is Stay.THROUGHOUT else i, beside))
+
+    def _converted(self, number: int) -> None:
+        """Add the result of a conversion."""
+        found, i = self.found[number], self.edges[number].consumer
+        if self.keeping.kept[number]:
+            self.backward.append(Life(Part.KEPT, i, None, found.after))
+        elif self.keeping.again[number] and self.p.reads[number] and found.moves:
+            self.backward.append(Life(Part.AGAIN, i, i, found.after))
+        if found.moves:
+            hub = self.vertices[i].kind is VertexKind.HUB
+            stays = self.keeping.kept[number] or (hub and self.keeping.fates[i].keeps)
+            until = self.reads[i].until if hub else i
+            self.forward.append(Life(Part.WORKING, i, None if stays else until, found.after))

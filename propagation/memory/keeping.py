@@ -22,14 +22,16 @@ operator. A byte may have another price at each of these times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch import fx
 
-from ..cost.conversion import Codes, Floats, once_more
+from ..cost.conversion import Codes, ConversionTable, Floats, once_more
 from ..graph.graph import recomputed
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
@@ -86,6 +88,32 @@ class Converted:
     same: bool
 
 
+def _conversion(table: ConversionTable, here: int, there: int) -> Converted:
+    once = float(table.rows([here])[0, there])
+    twice = float(once_more(table).rows([here])[0, there])
+    return Converted(
+        once, twice, float(table.held[here]), float(table.held[there]), bool(moving(once, twice)), here == there
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes on one device under each option of a vertex.
+
+    made       its results; 0 for an input, a view and an output
+    beside     tensors that its forward keeps for its own backward beside its results
+    work       of an operator the operands and results: the size of its gradients
+    gradient   of an input its gradient
+    always     of an input, its gradient apart, or a result of the call: what is there throughout
+    """
+
+    made: Floats
+    beside: Floats
+    work: Floats
+    gradient: Floats
+    always: Floats
+
+
 @dataclass(frozen=True)
 class _Facts:
     """The fates that one vertex may have, and the facts that price them.
@@ -126,19 +154,14 @@ class KeepProblem:
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
     rows: tuple[Codes, ...] | None = field(default=None, repr=False)
     _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
-    _columns: dict[object, Any] = field(default_factory=dict, repr=False)
+    _alike: dict[object, tuple[Sizes, list[tuple[Floats, Floats, Floats]]]] = field(default_factory=dict, repr=False)
 
     def converted(self, edge: Edge, choice: Sequence[int]) -> Converted:
         """The conversion of an edge under the strategies of `choice`."""
-        rows, columns = edge.codes(self.problem.vertices)
-        key = id(edge.table), int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
+        before, after = edge.between(self.problem.vertices, choice)
+        key = id(edge.table), before, after
         if key not in self._known:
-            _, here, there = key
-            once = float(edge.table.rows([here])[0, there])
-            twice = float(once_more(edge.table).rows([here])[0, there])
-            held = edge.table.held
-            moves = bool(moving(once, twice))
-            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), moves, here == there)
+            self._known[key] = _conversion(edge.table, before, after)
         return self._known[key]
 
     @property
@@ -154,7 +177,7 @@ class KeepProblem:
     def among(self, rows: list[Codes]) -> KeepProblem:
         """This whole problem with some options of each vertex, by number."""
         only = restricted(self.problem, rows)
-        return replace(self, problem=only, rows=tuple(rows), _known={}, _columns={})
+        return replace(self, problem=only, rows=tuple(rows), _known={}, _alike={})
 
     def original(self, choice: tuple[int, ...]) -> tuple[int, ...]:
         """`choice` with the numbers of options in the whole problem."""
@@ -176,17 +199,16 @@ class KeepProblem:
             alike: object = (id(vertex.options), facts, later[s], prices[s], earlier[s], at[i])
             if alike not in shared:
                 alone = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
-                work = np.tile(at[i] * self._work(i), len(facts.fates)) if at[i] else 0.0
+                work = np.tile(at[i] * self.sizes(i).work, len(facts.fates)) if at[i] else 0.0
                 shared[alike] = alone + work
             unary.append(shared[alike])
         edges: dict[tuple[int, int], list[tuple[int, object]]] = {}
         for number, edge in enumerate(self.problem.edges):
             a, b, s = edge.producer, edge.consumer, self.stretches[edge.consumer]
-            near = not self._crosses(edge) or self.at_hand[a]
             structure = (
                 id(edge.table), id(self.problem.vertices[a].options), id(self.problem.vertices[b].options), edge.result,
-                edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number], near,
-                self._is_hub(b), later[s], prices[s], at[b],
+                edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number],
+                self._near(edge), self._is_hub(b), later[s], prices[s], at[b],
             )  # fmt: skip
             edges.setdefault((a, b), []).append((number, structure))
         pairs = {}
@@ -199,19 +221,6 @@ class KeepProblem:
             pairs[ends] = shared[alike]
         return Costs(tuple(unary), pairs)
 
-    def _once(self, i: int, make: Callable[[int], Any]) -> Any:
-        """The result of `make` for vertex i, shared by vertices that are alike."""
-        vertex = self.problem.vertices[i]
-        key = (
-            make.__name__,
-            id(vertex.options),
-            self.facts[i],
-            vertex.port and (vertex.port.role, vertex.port.requires_grad),
-        )
-        if key not in self._columns:
-            self._columns[key] = make(i)
-        return self._columns[key]
-
     def numbers(self, choice: Sequence[int], fates: Sequence[Fate]) -> tuple[int, ...]:
         """The numbers of options, given by their numbers in the whole problem, with these fates. An option that is not
         here counts as the first, and so does a fate that a vertex may not have."""
@@ -222,74 +231,65 @@ class KeepProblem:
         return tuple(place * size + c for place, size, c in zip(places, sizes, choice, strict=True))
 
     def _by_stretch(self, at: Floats) -> Floats:
-        prices: Floats = np.bincount(np.array(self.stretches, dtype=np.intp), weights=at, minlength=self.count).astype(
-            np.float64
-        )
-        return prices
+        return np.bincount(self._places, weights=at, minlength=self.count).astype(np.float64)
 
-    def _work(self, i: int) -> Floats:
-        """The bytes of an operator's operands and results under each option: the size of its gradients."""
-        options = self.problem.vertices[i].options
-        if self.problem.vertices[i].kind is not VertexKind.OPERATOR or self.facts[i].view:
-            nothing: Floats = np.zeros(len(options))
-            return nothing
-        operands = zip(options.tables[0], options.operands, strict=True)
-        work: Floats = options.made + sum(table.held[codes] for table, codes in operands if table is not None)
-        return work
+    @cached_property
+    def _places(self) -> Codes:
+        return np.array(self.stretches, dtype=np.intp)
+
+    def sizes(self, i: int) -> Sizes:
+        """The bytes of vertex i under each option."""
+        return self._columns(i)[0]
+
+    def _columns(self, i: int) -> tuple[Sizes, list[tuple[Floats, Floats, Floats]]]:
+        """The sizes of vertex i, and its figures by fate; vertices that are alike share them."""
+        key = id(self.problem.vertices[i].options), self.facts[i]
+        if key not in self._alike:
+            sizes = self._sizes(i)
+            self._alike[key] = sizes, self._by_fate(i, sizes)
+        return self._alike[key]
+
+    def _sizes(self, i: int) -> Sizes:
+        vertex, facts = self.problem.vertices[i], self.facts[i]
+        options, port = vertex.options, vertex.port
+        none: Floats = np.zeros(len(options))
+        made, work, gradient, always = options.made, none, none, none
+        if vertex.kind is VertexKind.OPERATOR and not facts.view:
+            operands = zip(options.tables[0], options.operands, strict=True)
+            work = options.made + sum(table.held[codes] for table, codes in operands if table is not None)
+        elif port is not None and port.role is Role.RESULT:
+            (table,), (codes,) = options.tables[0], options.operands
+            always = table.held[codes] if table else none
+        elif vertex.kind is VertexKind.INPUT:
+            made = none
+            gradient = options.held * (port is not None and port.role is Role.PARAMETER and port.requires_grad)
+            always = options.memory - gradient
+        return Sizes(made, facts.beside * _share(options) if facts.beside else none, work, gradient, always)
 
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each option with each fate, fate by fate. A kept byte costs `kept`, a recomputed one `again`,
-        one of a gradient `before`, and one that is held throughout `always`."""
-        options = self.problem.vertices[i].options
-        gradient, throughout = self.at_rest(i)
-        own = options.unary + before * gradient + always * throughout
-        by_fate = zip(self._once(i, self._longer), self._once(i, self._bytes), strict=True)
-        return np.concatenate([own + longer + kept * stays + again * back for longer, (stays, back) in by_fate])
+        one of a gradient `before`, and one that is there throughout `always`."""
+        sizes, by_fate = self._columns(i)
+        own: Floats = self.problem.vertices[i].options.unary + before * sizes.gradient + always * sizes.always
+        return np.concatenate([own + longer + kept * stays + again * back for longer, stays, back in by_fate])
 
-    def _longer(self, i: int) -> list[Floats]:
-        """For each fate of vertex i, the weighted additional time of the backward, for each option."""
-        vertex, settings = self.problem.vertices[i], self.problem.settings
-        weight = 0.0 if self._is_marked(i) else settings.weights.compute
+    def _by_fate(self, i: int, sizes: Sizes) -> list[tuple[Floats, Floats, Floats]]:
+        """For each fate of vertex i, the weighted additional time of the backward, the bytes that stay, and those that
+        are back in its stretch, for each option."""
+        options, settings, facts = self.problem.vertices[i].options, self.problem.settings, self.facts[i]
+        # the options of what a user marked already include one more forward
+        weight = 0.0 if facts.fates == (AGAIN,) else settings.weights.compute
         return [
-            weight * (FREE if self._is_free(i, fate) else 1.0) * fate.seconds(vertex.options, settings)
-            for fate in self.facts[i].fates
+            (
+                weight * (FREE if fate.runs and facts.free else 1.0) * fate.seconds(options, settings),
+                *fate.bytes_of(sizes.made, sizes.beside, facts.read),
+            )
+            for fate in facts.fates
         ]
 
-    def _is_free(self, i: int, fate: Fate) -> bool:
-        return fate.runs and self.facts[i].free
-
-    def _bytes(self, i: int) -> list[tuple[Floats, Floats]]:
-        """For each fate of vertex i, the bytes that stay, and those that its stretch recomputes, for each option."""
-        vertex, facts = self.problem.vertices[i], self.facts[i]
-        if vertex.kind is VertexKind.INPUT:
-            nothing: Floats = np.zeros(len(vertex.options))
-            return [(nothing, nothing) for _ in facts.fates]
-        made, beside = vertex.options.made, self.beside(i)
-        return [fate.bytes_of(made, beside, facts.read) for fate in facts.fates]
-
-    def beside(self, i: int) -> Floats:
-        """The bytes that the forward of vertex i keeps for its own backward beside its results."""
-        options, beside = self.problem.vertices[i].options, self.facts[i].beside
-        if not beside:
-            nothing: Floats = np.zeros(len(options))
-            return nothing
-        return beside * _share(options)
-
-    def at_rest(self, i: int) -> tuple[Floats, Floats]:
-        """The bytes of an input's gradient, and those that the input, or a result of the call, takes throughout."""
-        vertex = self.problem.vertices[i]
-        held = vertex.options.held
-        nothing: Floats = np.zeros(len(held))
-        if vertex.port is not None and vertex.port.role is Role.RESULT:
-            (table,), (codes,) = vertex.options.tables[0], vertex.options.operands
-            return nothing, table.held[codes] if table else nothing
-        if vertex.kind is not VertexKind.INPUT or vertex.port is None:
-            return nothing, nothing
-        trained = vertex.port.role is Role.PARAMETER and vertex.port.requires_grad
-        return held * trained, vertex.options.memory - held * trained
-
-    def _crosses(self, edge: Edge) -> bool:
-        return self.stretches[edge.producer] != self.stretches[edge.consumer]
+    def _near(self, edge: Edge) -> bool:
+        """Whether the backward of the consumer has the producer at hand, or in its own stretch."""
+        return self.at_hand[edge.producer] or self.stretches[edge.producer] == self.stretches[edge.consumer]
 
     def _between(self, number: int, kept: float, again: float, now: float) -> Floats:
         """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]. A byte costs
@@ -302,23 +302,16 @@ class KeepProblem:
             work = now * edge.table.held[codes][:, None] * moving(once, twice)
             once, twice, keep = once + work, twice + work, keep + work
         best, in_one = np.minimum(twice, keep), kept * self._in_one(edge)
-        rows = []
-        for fate in self.facts[edge.producer].fates:
-            there = best if self._is_there(fate, edge) else keep
-            rows.append(
-                np.hstack(
-                    [
-                        (there if self.reads[number] or reader.runs else once)
-                        - (in_one if fate.keeps and reader.keeps else 0.0)
-                        for reader in self.facts[edge.consumer].fates
-                    ]
-                )
-            )
-        return np.vstack(rows)
 
-    def _is_marked(self, i: int) -> bool:
-        """Whether the user marked vertex i for recomputation: its options already include one more forward."""
-        return self.facts[i].fates == (AGAIN,)
+        def way(fate: Fate, reader: Fate) -> Floats:
+            there = best if self._is_there(fate, edge) else keep
+            costs: Floats = (there if self.reads[number] or reader.runs else once) - in_one * (
+                fate.keeps and reader.keeps
+            )
+            return costs
+
+        readers = self.facts[edge.consumer].fates
+        return np.block([[way(fate, reader) for reader in readers] for fate in self.facts[edge.producer].fates])
 
     def _is_hub(self, i: int) -> bool:
         return self.problem.vertices[i].kind is VertexKind.HUB
@@ -333,8 +326,7 @@ class KeepProblem:
 
     def _is_there(self, fate: Fate, edge: Edge) -> bool:
         """Whether the results of a producer with this fate are there when the backward reaches the consumer."""
-        near = not self._crosses(edge) or self.at_hand[edge.producer]
-        return fate.keeps or (fate.results is Stay.BACK and near)
+        return fate.keeps or (fate.results is Stay.BACK and self._near(edge))
 
     def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
         """The costs of an edge whose converted tensor the backward reads: if it is converted once more, and if the
@@ -354,28 +346,29 @@ class KeepProblem:
         """The choice and fates that the options of `costs(at, between)` with these numbers stand for, and their costs
         without prices. `between` may differ from vertex to vertex."""
         prices = self._by_stretch(at)
-        later = _until(prices)[np.array(self.stretches, dtype=np.intp)] + between
+        later = _until(prices)[self._places] + between
         fates, choice = [], []
-        keeps, agains = np.zeros(self.count), np.zeros(self.count)
-        gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0
+        keeps, agains, gradients = (np.zeros(self.count) for _ in range(3))
+        work, always, cost, repeating = np.zeros(len(numbers)), 0.0, 0.0, 0.0
         for i, (vertex, number) in enumerate(zip(self.problem.vertices, numbers, strict=True)):
             place, option = divmod(int(number), len(vertex.options))
             fate, s = self.facts[i].fates[place], self.stretches[i]
             fates.append(fate)
             choice.append(option)
-            kept_bytes, back_bytes = self._once(i, self._bytes)[place]
-            gradient, throughout = self._once(i, self.at_rest)
-            gradients[s] += gradient[option]
-            always += throughout[option]
+            sizes, by_fate = self._columns(i)
+            longer, stays, back = by_fate[place]
+            gradients[s] += sizes.gradient[option]
+            always += sizes.always[option]
+            work[i] += sizes.work[option]
             cost += float(vertex.options.unary[option])
-            keeps[s] += kept_bytes[option]
-            agains[s] += back_bytes[option]
-            repeating += 0.0 if self._is_free(i, fate) else float(self._once(i, self._longer)[place][option])
-        again, kept, converting = [], [], np.zeros(len(choice))
+            keeps[s] += stays[option]
+            agains[s] += back[option]
+            repeating += 0.0 if fate.runs and self.facts[i].free else float(longer[option])
+        again, kept = [], []
         for number, edge in enumerate(self.problem.edges):
             found, s = self.converted(edge, choice), self.stretches[edge.consumer]
             runs_again = is_kept = False
-            converting[edge.consumer] += found.before * found.moves
+            work[edge.consumer] += found.before * found.moves
             if self.reads[number] or fates[edge.consumer].runs:
                 never_again, never_kept = self.barred[number]
                 there = self._is_there(fates[edge.producer], edge) and not (found.moves and never_again)
@@ -395,8 +388,7 @@ class KeepProblem:
             kept.append(is_kept)
         held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
         keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
-        work = [self._once(i, self._work)[option] for i, option in enumerate(choice)]
-        held = held_at[np.array(self.stretches, dtype=np.intp)] + np.array(work) + converting
+        held = held_at[self._places] + work
         return Kept(tuple(choice), keeping, cost + repeating, held, later)
 
 
@@ -405,7 +397,8 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
     only free results are computed again."""
     marked = recomputed(problem.graph)
     facts: list[_Facts] = []
-    read = {(edge.producer, edge.result) for edge in problem.edges if _reads(problem, edge, needs)}
+    reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
+    read = {(edge.producer, edge.result) for edge in itertools.compress(problem.edges, reads)}
     for i, vertex in enumerate(problem.vertices):
         its = needs.get(vertex.node, NOTHING) if vertex.kind is VertexKind.OPERATOR else NOTHING
         facts.append(
@@ -418,7 +411,6 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
                 float(its.beside),
             )
         )
-    reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
     return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred)
 
@@ -482,11 +474,8 @@ def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Ke
     """The cost of a choice, with its fates and the conversions that the backward repeats."""
     total = keeping.cost + sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
     for edge, again in zip(problem.edges, keeping.again, strict=True):
-        rows, columns = edge.codes(problem.vertices)
-        here, there = int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
-        once = float(edge.table.rows([here])[0, there])
-        twice = float(once_more(edge.table).rows([here])[0, there]) if again else once
-        total += twice if moving(once, twice) else once
+        found = _conversion(edge.table, *edge.between(problem.vertices, choice))
+        total += found.twice if again and found.moves else found.once
     return total
 
 

@@ -16,7 +16,7 @@ again. In torch.utils.checkpoint users choose these places.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..graph.nodes import region_of
 from ..problem.problem import SearchProblem, VertexKind
@@ -28,24 +28,19 @@ def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int,
     """The number of each vertex's stretch, ascending. Inputs are in the stretch that first reads them, so that nothing
     is kept for them; no call of torch.utils.checkpoint is cut. `shortest`: the fewest vertices of a stretch."""
     count = len(problem.vertices)
-    change = [0] * (count + 1)
     last = list(range(count))
     first = [count] * count
     for edge in problem.edges:
         last[edge.producer] = max(last[edge.producer], edge.consumer)
         first[edge.producer] = min(first[edge.producer], edge.consumer)
     inputs = at_hand(problem)
-    for here in range(count):
-        if not inputs[here] and last[here] - here <= LONGEST:  # a value with a distant reader crosses every place
-            change[here + 1] += 1
-            change[last[here] + 1] -= 1
-    crossing = list(itertools.accumulate(change[:-1]))
+    crossing = crossings([(here, last[here]) for here in range(count) if not inputs[here]], count, LONGEST)
     # a hub stays with its producer
     may = [vertex.kind is not VertexKind.HUB for vertex in problem.vertices]
     for start, stop in _regions(problem):
         may[start + 1 : stop + 1] = [False] * (stop - start)
     begin = inputs.index(False) if False in inputs else count
-    starts = _cuts(crossing, may, begin, shortest)
+    starts = cuts(crossing, shortest, LONGEST, begin, may)
     numbers = [0] * count
     for number, (start, stop) in enumerate(itertools.pairwise([*starts, count])):
         numbers[start:stop] = [number] * (stop - start)
@@ -64,16 +59,35 @@ def at_hand(problem: SearchProblem) -> list[bool]:
     return inputs
 
 
-def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int, shortest: int) -> list[int]:
-    """Where stretches start: each next one where the fewest values cross, among the near places where it `may`, or else
-    at the first such place behind them."""
-    starts = [begin]
+def crossings(values: Iterable[tuple[int, int]], count: int, longest: int) -> list[int]:
+    """For each of `count` places, the number of values that are made before it and read at it or behind it; `values`:
+    the places of each where it is made, and where it is read last. One that crosses more than `longest` places would
+    cross every one, and does not count."""
+    change = [0] * (count + 1)
+    for made, read in values:
+        if read - made <= longest:
+            change[made + 1] += 1
+            change[read + 1] -= 1
+    return list(itertools.accumulate(change[:-1]))
+
+
+def cuts(
+    crossing: Sequence[int], shortest: int, longest: int, begin: int = 0, may: Sequence[bool] | None = None
+) -> list[int]:
+    """Where stretches start: each next one where the fewest values cross, among the near places where it `may` (None:
+    all), or else at the first such place behind them. A place where few values cross (between two layers, the residual)
+    wins from wherever the search for it starts, so cuts come to the same places of each layer."""
+    starts, stop = [begin], len(crossing) - shortest
     while True:
-        places = [here for here in range(starts[-1] + shortest, len(crossing) - shortest + 1) if may[here]]
-        near = [here for here in places if here <= starts[-1] + LONGEST]
-        if not places:
+        far = starts[-1] + longest
+        near = [here for here in range(starts[-1] + shortest, min(far, stop) + 1) if may is None or may[here]]
+        behind = next((here for here in range(far + 1, stop + 1) if may is None or may[here]), None)
+        if near:
+            starts.append(min(near, key=crossing.__getitem__))
+        elif behind is not None:
+            starts.append(behind)
+        else:
             return starts
-        starts.append(min(near, key=crossing.__getitem__) if near else places[0])
 
 
 def _regions(problem: SearchProblem) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import placement_from_code
 from ..graph.port import Role
+from ..memory.held import Held, Part
 from ..problem.problem import AMONG
 from ..program.collective import Collective
 from ..search.search import SEARCHES, SearchMode
@@ -117,6 +118,24 @@ class Memory(_Frozen):
     working: int = 0
     phase: str = ""
     at: str = ""
+
+    @classmethod
+    def at_peak(cls, held: Held) -> Memory:
+        """The bytes of `held` at its peak."""
+        if not held.moments:
+            return cls(parameters=0, gradients=0, activations=0)
+        size, (phase, at, _) = held.at_peak, held.moments[held.when]
+        return cls(
+            parameters=round(size[Part.PARAMETERS]),
+            gradients=round(size[Part.GRADIENTS]),
+            optimizer=round(size[Part.OPTIMIZER]),
+            inputs=round(size[Part.INPUTS]),
+            activations=round(size[Part.KEPT]),
+            again=round(size[Part.AGAIN]),
+            working=round(size[Part.WORKING] + size[Part.VALUES] + size[Part.RESULTS]),
+            phase=phase,
+            at=at,
+        )
 
     @property
     def total(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from torch import fx
@@ -19,7 +19,6 @@ from ..graph.nodes import (
     source_of,
     value,
 )
-from ..memory.backward_memory import HeldBytes
 from ..memory.fates import Fate
 from ..problem.problem import SearchProblem, Settings, Vertex, VertexKind
 from ..program.lower import describe_option
@@ -73,7 +72,7 @@ def make_plan(
         ),
         outputs=tensors(program.outputs, VertexKind.OUTPUT),
         collectives=reached.collectives,
-        memory=_memory(held, problem.vertices),
+        memory=Memory.at_peak(held),
         certificate=_certificate(problem, solution, program, mode),
         unknown_operators=problem.unknown,
     )
@@ -122,31 +121,6 @@ def _operator(
 def _types(node: fx.Node) -> tuple[str, ...]:
     made = value(node)
     return tuple(map(described, made if isinstance(made, (tuple, list)) else (made,)))
-
-
-def _memory(held: HeldBytes, vertices: Sequence[Vertex]) -> Memory:
-    """The bytes held at the peak."""
-    if not vertices:
-        return Memory(parameters=0, gradients=0, activations=0)
-    phase, at = held.moment
-    always = held.always
-    through = sum(always.values())
-    kept, again, gradients, working = (
-        (0.0, 0.0, 0.0, float(held.forward[at]) - through)
-        if phase == "forward"
-        else (float(part[at]) for part in (held.kept, held.again, held.parameter_gradients, held.gradients))
-    )
-    return Memory(
-        parameters=round(always["parameters"]),
-        gradients=round(gradients),
-        optimizer=round(always["optimizer"]),
-        inputs=round(always["inputs"]),
-        activations=round(kept),
-        again=round(again),
-        working=round(working + always["results"]),
-        phase=phase,
-        at=vertices[at].name,
-    )
 
 
 def _certificate(problem: SearchProblem, solution: Solution, program: Program, mode: SearchMode) -> Certificate:

@@ -26,7 +26,7 @@ three operators above, `unary` has the cost of each option, three columns of two
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
@@ -257,6 +257,11 @@ class Edge:
         producer, consumer = vertices[self.producer].options, vertices[self.consumer].options
         return producer.results[self.result], consumer.operands[self.operand]
 
+    def between(self, vertices: tuple[Vertex, ...], choice: Sequence[int]) -> tuple[int, int]:
+        """The layouts that `choice` converts the tensor from and to."""
+        rows, columns = self.codes(vertices)
+        return int(rows[choice[self.producer]]), int(columns[choice[self.consumer]])
+
     def matrix(self, vertices: tuple[Vertex, ...]) -> Floats:
         """The conversion costs [option of the producer, option of the consumer]."""
         rows, columns = self.codes(vertices)
@@ -329,7 +334,7 @@ class SearchProblem:
     allowed: Allowed = field(repr=False)
     as_it_lies: frozenset[str] = field(repr=False)
     approximate: bool = False
-    beside: Floats | None = field(default=None, repr=False)
+    beside: Floats | float = field(default=0.0, repr=False)
 
     def table(self, v: Value, *, output: bool = False) -> ConversionTable:
         """The costs of converting the tensor `v`; `output`: into the layout of an output."""
@@ -339,8 +344,8 @@ class SearchProblem:
         """The cost of one option per vertex."""
         total = sum(float(v.unary[c]) for v, c in zip(self.vertices, choice, strict=True))
         for edge in self.edges:
-            rows, columns = edge.codes(self.vertices)
-            total += float(edge.table.rows([int(rows[choice[edge.producer]])])[0, columns[choice[edge.consumer]]])
+            before, after = edge.between(self.vertices, choice)
+            total += float(edge.table.rows([before])[0, after])
         return total
 
     def __str__(self) -> str:

@@ -20,10 +20,12 @@ from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Shard, kind, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import (
+    bytes_of,
     calls_of,
     compute_again,
     computed_again,
     draws_random_numbers,
+    is_identity,
     is_pointwise,
     is_view,
     region_of,
@@ -37,7 +39,6 @@ from .differentiate import undo_views
 from .program import Program
 
 _slice = torch.ops.aten.slice.Tensor
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def recompute(program: Program, chosen: Collection[fx.Node]) -> Program:
@@ -69,7 +70,7 @@ def recompute(program: Program, chosen: Collection[fx.Node]) -> Program:
     def value(node: fx.Node) -> fx.Node:
         if node in stands_for and node not in env:
             for missing in sorted(_needed([stands_for[node]], again, values), key=place.__getitem__):
-                if _is_its_operand(missing):
+                if is_identity(missing):
                     values[missing] = values[missing.all_input_nodes[0]]
                     continue
                 values[missing] = backward.node_copy(missing, values.__getitem__)
@@ -183,13 +184,8 @@ def _as_large_as_its_operand(program: Program, chosen: Collection[fx.Node], live
         and leaf.op == "call_function"
         and leaf not in saved
         and leaf.target is not convert
-        and _bytes(leaf) >= _bytes(node) > 0
+        and bytes_of(leaf.meta["val"]) >= bytes_of(node.meta["val"]) > 0
     }
-
-
-def _bytes(node: fx.Node) -> int:
-    """The bytes of a tensor, 0 for any other value."""
-    return int(getattr(node.meta["val"], "nbytes", 0))
 
 
 def _conversion_kind(node: fx.Node) -> Kind:
@@ -279,14 +275,9 @@ def _cut_out_of(whole: fx.Node, larger: fx.Node, node: fx.Node, conversions: lis
     return made
 
 
-def _is_its_operand(node: fx.Node) -> bool:
-    """Whether `node` returns its operand unchanged."""
-    return node.target in _SAME or (node.target is convert and _conversion_kind(node) is Kind.NOTHING)
-
-
 def _detached(node: fx.Node) -> fx.Node:
     """The value of `node` before autograd detached it to keep it."""
-    while _is_its_operand(node):
+    while is_identity(node):
         node = node.all_input_nodes[0]
     return node
 

@@ -13,7 +13,6 @@ are pieces of their own (`_apart`), and the steps between them are alike.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections import deque
@@ -26,6 +25,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ..graph.nodes import REPLACING, is_view, region_of
+from ..memory.stretches import crossings, cuts
 from ..ops.collectives import convert
 
 _LENGTHS = (8, 64)  # calls in a piece: tracing a piece costs as much as some calls, and a layer has dozens
@@ -251,34 +251,16 @@ def _stretches(
 ) -> Iterator[list[_Unit]]:
     """The units of each piece: runs of numbered units whole, the others cut; `lengths`: the shortest and longest."""
     for run in runs:
-        starts = [0] if run.numbered else _cuts(_crossing(run.units, calls, lengths[1]), *lengths)
+        starts = [0] if run.numbered else cuts(_crossing(run.units, calls, lengths[1]), *lengths)
         for start, stop in zip(starts, [*starts[1:], len(run.units)], strict=True):
             yield run.units[start:stop]
 
 
 def _crossing(units: Sequence[_Unit], calls: Mapping[fx.Node, _CallShape], longest: int) -> list[int]:
-    """For each unit, the number of values made before it and read by it or after it, except values that cross more than
-    a piece: a value that many layers read does not mark the end of one."""
+    """For each unit, the number of values made before it and read by it or after it, within `longest` units."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
     last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
-    change = [0] * (len(units) + 1)
-    for node, i in last.items():
-        if node in place and i - place[node] <= longest:
-            change[place[node] + 1] += 1
-            change[i + 1] -= 1
-    return list(itertools.accumulate(change[:-1]))
-
-
-def _cuts(crossing: Sequence[int], shortest: int, longest: int) -> list[int]:
-    """The starts of pieces: the next cut is where the fewest values cross, among the places where a piece may end.
-
-    A place where few values cross (between two layers, the residual) wins from wherever the search for it starts, so
-    cuts come to the same places of each layer, though layers may differ in between.
-    """
-    starts, stop = [0], len(crossing) - shortest
-    while (first := starts[-1] + shortest) <= stop:
-        starts.append(min(range(first, min(starts[-1] + longest, stop) + 1), key=crossing.__getitem__))
-    return starts
+    return crossings([(place[node], i) for node, i in last.items() if node in place], len(units), longest)
 
 
 def _piece(

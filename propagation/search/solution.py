@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from ...strategy.errors import VerifyError
-from ..memory.backward_memory import HeldBytes
+from ..memory.held import Held
 from ..memory.keeping import Keeping, cost_with_fates
 from ..minsum.network import Found
 from ..problem.problem import SearchProblem
@@ -41,7 +41,7 @@ class Solution(Found):
     replayed: bool = False
     of_other_sizes: bool = False
     keeping: Keeping | None = None
-    held: HeldBytes | None = field(default=None, compare=False)
+    held: Held | None = field(default=None, compare=False)
     binding: bool = False
     ends: Ends | None = None
 

@@ -29,7 +29,8 @@ from ...strategy.basics.blocks import tell
 from ...strategy.basics.units import human
 from ...strategy.errors import DoesNotFitError, StrategyError
 from ..cost.conversion import Codes, Floats
-from ..memory.backward_memory import HeldBytes, timeline
+from ..memory.backward_memory import at_vertices, timeline
+from ..memory.held import Held
 from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from ..memory.needs import Needs, needs_of
 from ..memory.stretches import SHORTEST, stretches_of
@@ -71,7 +72,7 @@ class Point:
     cost: float
     modelled: Floats
     held: Floats
-    when: HeldBytes
+    when: Held
     kept_prices: Floats = field(repr=False)
 
     @property
@@ -155,7 +156,7 @@ def has_room(problem: SearchProblem, choice: tuple[int, ...]) -> bool:
         return True
     total = sum(float(v.options.memory[c] + v.options.made[c]) for v, c in zip(vertices, choice, strict=True))
     for edge in problem.edges:
-        total += float(edge.table.held[edge.codes(vertices)[1][choice[edge.consumer]]])
+        total += float(edge.table.held[edge.between(vertices, choice)[1]])
     return 3 * total <= limit
 
 
@@ -392,10 +393,8 @@ def _solved(
 
 def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: float | Floats = 0.0) -> Point:
     kept: Kept = problem.read_off(numbers, at, between)
-    when = timeline(problem, kept.choice, kept)
-    held = np.maximum(when.total, when.forward)
-    if problem.problem.beside is not None:
-        held = held + problem.problem.beside
+    when = timeline(problem, kept)
+    held = at_vertices(when) + problem.problem.beside
     choice = problem.original(kept.choice)
     return Point(numbers, choice, kept.keeping, kept.cost, kept.held, held, when, kept.prices)
 
@@ -416,21 +415,9 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
 
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitError:
-    """The error that no plan fits the limit; `least`: the plan with the lowest peak."""
-    of, always = problem.problem, least.when.always
-    phase, at = least.when.moment
-    held = [*((size, name) for name, size in always.items())]
-    if phase == "forward":
-        held.append((float(least.when.forward[at]) - sum(always.values()), "activations and what operators work with"))
-    else:
-        held += [
-            (float(least.when.kept[at]), "activations"),
-            (float(least.when.again[at]), "what is computed again"),
-            (float(least.when.gradients[at]), "gradients of activations"),
-            (float(least.when.parameter_gradients[at]), "gradients of parameters"),
-        ]
-    held.sort(reverse=True)
-    heaviest = ", ".join(f"{name} {human(size)}" for size, name in held[:5] if size)
-    heaviest += f", in the {phase} of {of.vertices[at].name}"
-    where = f"on the mesh {of.settings.mesh}{AMONG if of.approximate else ''}"
-    return DoesNotFitError(where, least.peak, limit, heaviest)
+    """The error that no plan keeps to the limit; `least`: the plan with the lowest peak."""
+    heaviest = sorted(((size, part) for part, size in least.when.at_peak.items()), reverse=True)
+    phase, at, _ = least.when.moments[least.when.when]
+    what = ", ".join(f"{part} {human(size)}" for size, part in heaviest[:5] if size)
+    where = f"on the mesh {problem.problem.settings.mesh}{AMONG if problem.problem.approximate else ''}"
+    return DoesNotFitError(where, least.peak, limit, f"{what}, in the {phase} of {at}")

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...propagation.graph.nodes import is_identity
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
 from ...propagation.program.collective import Conversion
 from ...strategy.placement import Kind, kind, placement_from_code
 from .instructions import AS_TRACED, CallOperator, Code, ConvertLayout, InputsAs, Instruction, Relayout, TellPosition
-from .memory import is_awaited, is_identity, is_private, may_share, overwriting, owner_of, runs_once
+from .memory import is_awaited, is_private, may_share, overwriting, owner_of, runs_once
 from .strides import follows, is_loose
 
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from ...propagation.graph.nodes import REPLACING, draws_random_numbers
+from ...propagation.graph.nodes import REPLACING, draws_random_numbers, is_identity
 from ...propagation.ops.batch_norm import OWN_MEMORY
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.python.hooked import calls_hook
 from ...propagation.ops.random_numbers import draw
 from ...propagation.torch_internals import OpOverload, makes_memory
-from ...strategy.placement import Kind
 from .region import Region
 from .strides import strides_of
 
@@ -117,13 +116,6 @@ def _is_like(one: fx.Node, other: fx.Node) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
     return (a.shape, a.dtype, strides_of(a)) == (b.shape, b.dtype, strides_of(b))
-
-
-def is_identity(node: fx.Node) -> bool:
-    """Whether a node returns its operand: a no-op conversion, an alias or, as autograd is off, a detach."""
-    if node.target is convert:
-        return kind_of(str(node.args[1]), str(node.args[2])) is Kind.NOTHING
-    return node.target in (_aten.detach.default, _aten.alias.default)
 
 
 def is_whole_view(node: fx.Node) -> bool:

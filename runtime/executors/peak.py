@@ -12,12 +12,13 @@ import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
-from ...propagation.graph.nodes import bytes_of, computed_again, is_view, returned_by
+from ...propagation.graph.nodes import bytes_of, computed_again, is_view, operator_of, returned_by
+from ...propagation.memory.held import Held, Life, Moment, Part, added_up
 from ...propagation.ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of
 from ...propagation.program.program import Program
 from ...strategy.placement import Kind, Shard, placement_from_code
@@ -29,37 +30,11 @@ from ..code.written import written_in_place
 from .issue import may_become_its_sum
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The bytes held while `node`, an operator of the "forward" or the "backward", runs."""
-
-    phase: str
-    node: fx.Node
-    held: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peak(Moment):
-    """The moment at which most bytes are held, and those among them that are
-
-    kept        computed by the forward, and read by the backward
-    again       recomputed by the backward, as planned
-    gradients   gradients of inputs, which the backward returns
-    """
-
-    kept: int
-    again: int
-    gradients: int
-
-
-def moments(program: Program) -> list[Moment]:
-    """The bytes that a rank holds, besides inputs, while each operator of `program` runs, in order."""
-    return _Held(program).moments()
-
-
-def peak(program: Program) -> Peak:
-    """The first moment at which a rank holds most bytes, besides inputs."""
-    return _Held(program).peak()
+def held_by(program: Program, throughout: Mapping[Part, float] | None = None) -> Held:
+    """The bytes that a rank holds while each call of `program` runs, in order, and at its end. Of the two moments of a
+    call, before it and while it runs, the one with more bytes counts. `throughout`: the bytes of inputs and others that
+    are there all the time; they are not counted without it."""
+    return _Lives(program).held(throughout or {})
 
 
 @dataclass(frozen=True)
@@ -78,11 +53,10 @@ class _Flight:
     own: frozenset[int] = frozenset()
 
 
-class _Held:
+class _Lives:
     """Lifetimes of memory. Operator i runs at 2 i + 1; the collectives that it waits for end at 2 i."""
 
     def __init__(self, program: Program) -> None:
-        self.step = program
         self.written: set[fx.Node] = set()
         if program.backward is None:
             placeholders = program.forward.graph.find_nodes(op="placeholder")
@@ -92,51 +66,39 @@ class _Held:
         self.sizes: dict[Hashable, int] = {}
         self.first: dict[Hashable, int] = {}
         self.last: dict[Hashable, int] = {}
-        self.flights: list[tuple[int, int, int]] = []  # from, to, bytes
-        self.gradients: set[Hashable] = set()
+        self.flights: list[Life] = []
+        self.again: set[Hashable] = set()
         returned = returned_by(program.forward.graph)
         outputs = len(program.outputs) if program.backward is not None else len(returned)
-        self.again: set[Hashable] = set()
-        self.ends = [node for node in returned[:outputs] if isinstance(node, fx.Node)]
         self._run("forward", program.forward.graph)
-        self._returned = {self.memory[node] for node in self.ends}
+        self.results = {self.memory[node] for node in returned[:outputs] if isinstance(node, fx.Node)}
+        self.gradients: set[Hashable] = set()
+        self.backward = 2 * len(self.calls)
         if program.backward is not None:
             saved = zip(returned[outputs:], program.backward.graph.find_nodes(op="placeholder"), strict=False)
             self.memory |= {placeholder: self.memory[kept] for kept, placeholder in saved}
             self._run("backward", program.backward.graph)
-            gradients = [node for node in returned_by(program.backward.graph) if isinstance(node, fx.Node)]
-            self.gradients = {self.memory[node] for node in gradients}
-            self.ends += gradients
-        self.last |= {self.memory[node]: 2 * len(self.calls) for node in self.ends}
+            gradients = returned_by(program.backward.graph)
+            self.gradients = {self.memory[node] for node in gradients if isinstance(node, fx.Node)}
+        self.last |= dict.fromkeys(self.results | self.gradients, 2 * len(self.calls))
 
-    def moments(self) -> list[Moment]:
-        """The bytes held during each call."""
-        held = self._sums()
-        return [Moment(phase, node, max(held[2 * i : 2 * i + 2])) for i, (phase, node) in enumerate(self.calls)]
+    def held(self, throughout: Mapping[Part, float]) -> Held:
+        """The bytes held during each call, and at the end."""
+        count = 2 * len(self.calls) + 2
+        lives = [Life(self._part(key), start, self.last[key], self.sizes[key]) for key, start in self.first.items()]
+        lives += [Life(part, 0, None, size) for part, size in throughout.items()]
+        parts = added_up([*lives, *self.flights], count)
+        total = np.sum([*parts.values()], axis=0).reshape(-1, 2)
+        more = 2 * np.arange(count // 2) + total.argmax(axis=1)
+        moments = [_moment(phase, node) for phase, node in self.calls]
+        return Held([*moments, *moments[-1:]], {part: sizes[more] for part, sizes in parts.items()})
 
-    def _sums(self) -> list[int]:
-        lives = ((start, self.last[key], self.sizes[key]) for key, start in self.first.items())
-        changes = [0] * (2 * len(self.calls) + 2)
-        for start, stop, size in (*lives, *self.flights):
-            changes[start] += size
-            changes[stop + 1] -= size
-        return list(accumulate(changes))
-
-    def peak(self) -> Peak:
-        """The largest number of bytes held, and its composition."""
-        held = self._sums()
-        when = max(range(len(held)), key=held.__getitem__)
-        phase, node = self.calls[min(when // 2, len(self.calls) - 1)]
-        there = {key for key, start in self.first.items() if start <= when <= self.last[key]}
-        backward = 2 * next((i for i, (phase, _) in enumerate(self.calls) if phase == "backward"), len(self.calls))
-        gradients = there & self.gradients
-        kept = {key for key in there - gradients if self.first[key] < backward <= self.last[key]} - self._returned
-        again = (there & self.again) - gradients - kept
-
-        def total(keys: set[Hashable]) -> int:
-            return sum(self.sizes[key] for key in keys)
-
-        return Peak(phase, node, held[when], total(kept), total(again), total(gradients))
+    def _part(self, key: Hashable) -> Part:
+        if key in self.gradients:
+            return Part.GRADIENTS
+        if self.first[key] < self.backward <= self.last[key] and key not in self.results:
+            return Part.KEPT
+        return Part.AGAIN if key in self.again else Part.WORKING
 
     def _run(self, phase: str, graph: fx.Graph) -> None:
         """Follow the nodes of a graph in the order in which they run."""
@@ -196,7 +158,7 @@ class _Held:
         parts = [operand.meta["val"] for operand in operands]
         results = [node.meta["val"]] if node.target is convert else list(node.meta["val"])
         flight = _flight(c, parts, results)
-        self.flights.append((now, end, flight.beside))
+        self.flights.append(Life(Part.WORKING, now, end, flight.beside))
         users = {0: node} if node.target is convert else {user.args[1]: user for user in node.users}
         if node.target is convert_group:
             self._lies(node, node, 0, now)
@@ -209,6 +171,12 @@ class _Held:
                 self._lies(users[i], self.memory[operand], 0, now)
             else:
                 self._lies(users[i], (node, i), bytes_of(results[i]), now if flight.received else end)
+
+
+def _moment(phase: str, node: fx.Node) -> Moment:
+    again = phase == "backward" and computed_again(node)
+    name = operator_of(node)
+    return Moment(phase, name or node.name, "" if again else name)
 
 
 def _waits(nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:

@@ -12,7 +12,7 @@ from checks import assert_same_gradients, assert_same_loss, gradients, whole
 from torch import Tensor, nn
 
 import partway as pw
-from partway.runtime.executors.peak import peak
+from partway.runtime.executors.peak import held_by
 from partway.strategy.errors import DoesNotFitError
 
 SHARE = 0.85  # of what the plan without a limit holds
@@ -107,7 +107,7 @@ def limited(make: Callable[[], nn.Module], x: Tensor, annotated: dict[str, Any],
 def held(model: Any) -> int:
     """What a rank holds at the peak of the step that runs."""
     memory = model.plan.memory
-    return memory.parameters + memory.optimizer + memory.inputs + peak(model.program).held
+    return memory.parameters + memory.optimizer + memory.inputs + round(held_by(model.program).peak)
 
 
 @pytest.mark.parametrize("kind", KINDS)

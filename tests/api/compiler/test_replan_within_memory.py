@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.compiler.replan_within_memory import memory_of
+from partway.compiler.replan_within_memory import held_in_step
+from partway.propagation.plan.data import Memory
 from partway.strategy.errors import DoesNotFitError
 
 
@@ -14,7 +15,7 @@ def test_the_peak_of_a_plan_near_its_limit_is_that_of_its_step() -> None:
     free = pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),)).plan.memory.total
     pw.set_algo_parameters(memory_limit=1.05 * free)
     made = pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
-    assert made.plan.memory == memory_of(made.plan, made.program)
+    assert made.plan.memory == Memory.at_peak(held_in_step(made.plan, made.program))
     with torch.no_grad():  # the module is in training, and is planned for it
         also = pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),)).plan.memory
     assert also == made.plan.memory

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.fates import AGAIN, KEPT
+from partway.propagation.memory.held import Part
 from partway.propagation.memory.keeping import keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.problem.problem import Recompute
@@ -25,7 +26,7 @@ def of_whole(lab, fn, *shapes, recompute=Recompute.NONE):
     own = fates.at(choice)
     nothing = np.zeros(len(problem.vertices))
     kept = own.read_off([0] * len(choice), nothing)
-    return problem, kept, timeline(own, kept.choice, kept)
+    return problem, kept, timeline(own, kept)
 
 
 def _is_whole(option):
@@ -41,27 +42,28 @@ def test_kept_values_go_one_after_another(lab):
     size = 4 * 8 * 4
     # the third sine reads the second one's result, the second the first one's; nothing reads the third one's, which
     # this choice keeps all the same
-    kept = [float(found.kept[at(problem, name)]) for name in ("sin_2", "sin_1", "sin")]
+    kept = [float(found.parts[Part.KEPT][at(problem, name)]) for name in ("sin_2", "sin_1", "sin")]
     assert kept == [3 * size, size, 0.0]
 
 
 def test_inputs_are_there_throughout(lab):
     _, _, found = of_whole(lab, lambda x: torch.sin(x).sum(), (4, 8))
-    assert found.always["inputs"] == 4 * 8 * 4
-    assert found.always["parameters"] == found.always["optimizer"] == 0.0
+    assert set(found.parts[Part.INPUTS]) == {4 * 8 * 4}
+    assert not found.parts[Part.PARAMETERS].any()
+    assert not found.parts[Part.OPTIMIZER].any()
     assert found.total.min() >= 4 * 8 * 4
 
 
 def test_a_gradient_is_there_from_the_last_reader_to_the_producer(lab):
     problem, _, found = of_whole(lab, lambda x: (torch.sin(x) * 2).exp().sum(), (4, 8))
     size = 4 * 8 * 4
-    assert found.gradients[at(problem, "exp")] >= size
-    assert found.gradients[at(problem, "sin")] >= size
+    assert found.parts[Part.VALUES][at(problem, "exp")] >= size
+    assert found.parts[Part.VALUES][at(problem, "sin")] >= size
 
 
 def test_an_addition_passes_its_gradient_on(lab):
     problem, _, found = of_whole(lab, lambda x: (torch.sin(x) + torch.cos(x)).sum(), (4, 8))
-    assert found.gradients[at(problem, "add")] <= 2 * 4 * 8 * 4
+    assert found.parts[Part.VALUES][at(problem, "add")] <= 2 * 4 * 8 * 4
 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.AUTO])
@@ -70,10 +72,10 @@ def test_the_peak_of_a_layer_is_what_its_largest_values_are(lab, recompute):
         return F.linear(torch.tanh(F.linear(x, w)), w).sum()
 
     problem, kept, found = of_whole(lab, fn, (64, 8), (8, 8), recompute=recompute)
-    assert found.total.max() >= found.total[0]
-    assert found.forward.max() <= found.total.max() + 2 * 64 * 8 * 4
+    backward, forward = found.total.reshape(2, -1)
+    assert forward.max() <= backward.max() + 2 * 64 * 8 * 4
     assert KEPT in kept.keeping.fates
-    assert len(found.total) == len(problem.vertices)
+    assert len(found.total) == 2 * len(problem.vertices)
 
 
 SIZE = 4 * 8 * 4  # bytes of the values below
@@ -81,7 +83,11 @@ SIZE = 4 * 8 * 4  # bytes of the values below
 
 def test_a_gradient_is_written_over_that_of_the_result_where_nobody_else_reads_it(lab):
     problem, _, found = of_whole(lab, lambda x: (torch.relu(torch.exp(x)) * 2).exp().sum(), (4, 8))
-    assert [float(found.gradients[at(problem, name)]) for name in ("exp_1", "mul", "relu")] == [2 * SIZE, SIZE, SIZE]
+    assert [float(found.parts[Part.VALUES][at(problem, name)]) for name in ("exp_1", "mul", "relu")] == [
+        2 * SIZE,
+        SIZE,
+        SIZE,
+    ]
 
 
 def test_the_gradient_of_a_residual_stream_is_there_once(lab):
@@ -92,12 +98,14 @@ def test_the_gradient_of_a_residual_stream_is_there_once(lab):
 
     problem, _, found = of_whole(lab, fn, (4, 8))
     # of the stream, what the exponential makes of it, and nothing of the blocks behind
-    assert max(float(found.gradients[at(problem, name)]) for name in ("exp", "exp_1", "exp_2")) == 2 * SIZE
+    assert max(float(found.parts[Part.VALUES][at(problem, name)]) for name in ("exp", "exp_1", "exp_2")) == 2 * SIZE
 
 
 def test_parts_of_a_split_have_a_gradient_each(lab):
     problem, _, found = of_whole(lab, lambda x: sum(p.exp().sum() for p in x.sin().split(2)), (4, 8))
-    assert float(found.gradients[at(problem, "split")]) >= 2 * SIZE  # those of the parts, and what is joined of them
+    assert (
+        float(found.parts[Part.VALUES][at(problem, "split")]) >= 2 * SIZE
+    )  # those of the parts, and what is joined of them
 
 
 def test_a_hub_lies_in_the_memory_of_what_it_is_of(lab):
@@ -107,7 +115,7 @@ def test_a_hub_lies_in_the_memory_of_what_it_is_of(lab):
 
     problem, kept, found = of_whole(lab, fn, (4, 8))
     assert kept.keeping.fates[at(problem, "tanh")] is KEPT
-    assert float(found.kept[at(problem, "hub of tanh")]) == SIZE
+    assert float(found.parts[Part.KEPT][at(problem, "hub of tanh")]) == SIZE
 
 
 def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab):
@@ -124,6 +132,6 @@ def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab)
     numbers = [facts.fates.index(AGAIN) if i in again else 0 for i, facts in enumerate(own.facts)]
     kept = own.read_off(numbers, np.zeros(len(numbers)))
     linear = at(problem, "linear")
-    found = timeline(own, kept.choice, kept)
+    found = timeline(own, kept)
     made = float(problem.vertices[linear].options.made[choice[linear]])
-    assert float(found.again[at(problem, "matmul")]) >= made > 0
+    assert float(found.parts[Part.AGAIN][at(problem, "matmul")]) >= made > 0

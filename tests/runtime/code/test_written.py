@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.requests.request import engine_of
-from partway.runtime.executors.peak import peak
+from partway.runtime.executors.peak import held_by
 
 SIZE = 4, 6, 8
 
@@ -87,7 +87,7 @@ def steps(model: nn.Module) -> list[Any]:
     """The compiled steps of a sharded module."""
     engine = engine_of(model)
     assert engine is not None
-    return [runner._loaded for courses in engine._planned._by_signature.values() for each in courses for runner in each]
+    return [runner._step for courses in engine._planned._by_signature.values() for each in courses for runner in each]
 
 
 def check(name: str, devices: int, strided: bool = False) -> nn.Module:
@@ -134,7 +134,7 @@ def test_in_processes(on_ranks: Callable[..., Any]) -> None:
 
 def test_what_is_written_in_place_takes_no_memory() -> None:
     cache = 4 * 6 * 8 * 8
-    written, copied = (peak(check(name, 2).program).held for name in ("by index", "read before"))
+    written, copied = (held_by(check(name, 2).program).peak for name in ("by index", "read before"))
     assert written < cache <= copied
 
 

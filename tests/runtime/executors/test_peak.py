@@ -10,7 +10,8 @@ from torch import nn
 
 import partway as pw
 from partway.propagation.graph.nodes import calls_of
-from partway.runtime.executors.peak import moments, peak
+from partway.propagation.graph.origins import operator_of
+from partway.runtime.executors.peak import held_by
 
 
 @pytest.fixture(autouse=True)
@@ -45,37 +46,49 @@ def planned(fn, *given, **options):
     return model
 
 
+def sizes(held):
+    """The bytes held while each operator runs, the most if it is several calls."""
+    found = {}
+    for moment, size in zip(held.moments, held.total.tolist(), strict=True):
+        name = f"{moment.phase} {moment.at}"
+        found[name] = max(found.get(name, 0), size)
+    return found
+
+
 def test_what_lives_is_counted_from_the_operator_that_makes_it_to_its_last_reader():
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: torch.sin(torch.sin(x)).sum(), x)
-    every = moments(model.program)
+    every = held_by(model.program)
     part = 2 * 8 * 8  # bytes of one rank's rows
-    held = {f"{m.phase} {m.node.name}": m.held for m in every}
+    held = sizes(every)
     assert held["forward sin"] == part
     assert held["forward sin_1"] == 2 * part
     assert max(held.values()) <= 4 * part + 64
-    assert [m.node for m in every if m.phase == "forward"] == calls_of(model.program.forward.graph)
+    calls = calls_of(model.program.forward.graph)
+    assert [m.at for m in every.moments if m.phase == "forward"] == [operator_of(call) or call.name for call in calls]
 
 
 def test_all_results_of_a_call_are_there_when_it_has_run():
     x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: F.max_pool2d(torch.sin(x)[:, None], 2).exp().sum(), x, in_strategy=(("dp", None, None),))
-    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program)}
+    held = sizes(held_by(model.program))
     pooled = 2 * 4 * 4 * 8  # bytes of one rank's maxima, and of where they are
-    assert held["forward max_pool2d_with_indices"] == 2 * 64 * 8 + 2 * pooled
+    assert held["forward max_pool2d"] == 2 * 64 * 8 + 2 * pooled
 
 
 def test_parts_of_a_split_are_views():
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: sum(p.exp().sum() for p in torch.sin(x).split(4, 1)), x)
-    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program)}
-    assert held["forward getitem_1"] == held["forward getitem"] <= held["forward split"]
+    held = held_by(model.program)
+    every = zip(held.moments, held.total.tolist(), strict=True)
+    split = [size for moment, size in every if (moment.phase, moment.at) == ("forward", "split")]
+    assert split[-1] == split[-2] <= split[0]
 
 
 def test_a_step_without_a_backward_has_a_forward_only():
     with torch.no_grad():
         model = planned(torch.sin, torch.randn(4, 8))
-    assert {m.phase for m in moments(model.program)} <= {"forward"}
+    assert {m.phase for m in held_by(model.program).moments} <= {"forward"}
 
 
 @pytest.mark.parametrize(("recompute", "share"), [("auto", None), ("none", None), ("all", None), ("auto", 0.8)])
@@ -87,7 +100,7 @@ def test_a_plan_predicts_what_its_step_holds(recompute, share):
     model = planned(Net(), x)
     memory = model.plan.memory
     static = memory.parameters + memory.optimizer + memory.inputs
-    found = max(m.held for m in moments(model.program))
+    found = held_by(model.program).peak
     assert found == pytest.approx(memory.total - static, rel=0.15)
 
 
@@ -120,7 +133,7 @@ def check_live(options):
             model(x).backward()
         peaks.append(live.peak)
         model.zero_grad()
-    predicted, lives = peak(model.program).held, min(peaks)
+    predicted, lives = held_by(model.program).peak, min(peaks)
     assert abs(predicted - lives) <= 0.03 * lives, (predicted, peaks)
 
 

@@ -1,0 +1,100 @@
+"""What one device holds while a step runs: tensors that live from one moment to another, added up by what they are for.
+
+Three operators whose results take 4, 2 and 1 bytes; the backward of the second reads the result of the first:
+
+    moment         forward 0    1      2      backward 2    1
+    activations    4            4      4      4             4
+    working        .            2      2 + 1  .             .
+    together       4            6      7      4             4
+
+There is no other count of memory. Two readers list the lives of tensors: `timeline` (backward_memory.py) those of a
+choice, before there is a program, and `held_by` (runtime/executors/peak.py) those of a program. A search keeps the
+first within the limit; where the second is more, replan_within_memory.py searches again with the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cost.conversion import Floats
+
+
+class Part(StrEnum):
+    """What memory is for, as errors name it."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    INPUTS = "inputs"
+    RESULTS = "results"
+    KEPT = "activations"
+    AGAIN = "what is computed again"
+    VALUES = "gradients of activations"
+    GRADIENTS = "gradients of parameters"
+    WORKING = "activations and what operators work with"
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Memory of `size` bytes that is there from moment `first` to moment `last`; None: to the end."""
+
+    part: Part
+    first: int
+    last: int | None
+    size: float
+
+
+class Moment(NamedTuple):
+    """A moment of the "forward" or the "backward" of a step.
+
+    at    the operator that runs
+    of    the same; "" if it is computed again, or sent, for the next one
+    """
+
+    phase: str
+    at: str
+    of: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device at each moment of a step, by what they are for."""
+
+    moments: Sequence[Moment]
+    parts: Mapping[Part, Floats]
+
+    @cached_property
+    def total(self) -> Floats:
+        """The bytes at each moment."""
+        total: Floats = sum(self.parts.values(), start=np.zeros(len(self.moments)))
+        return total
+
+    @property
+    def peak(self) -> float:
+        """The largest number of bytes at any moment."""
+        return float(self.total.max(initial=0.0))
+
+    @property
+    def when(self) -> int:
+        """The number of the moment of the peak."""
+        return int(self.total.argmax())
+
+    @property
+    def at_peak(self) -> dict[Part, float]:
+        """The bytes at the peak, by what they are for."""
+        return {part: float(sizes[self.when]) for part, sizes in self.parts.items()}
+
+
+def added_up(lives: Iterable[Life], count: int) -> dict[Part, Floats]:
+    """The bytes at each of `count` moments, by what they are for."""
+    changes = {part: np.zeros(count + 1) for part in Part}
+    for life in lives:
+        changes[life.part][life.first] += life.size
+        if life.last is not None:
+            changes[life.part][life.last + 1] -= life.size
+    return {part: np.cumsum(change[:-1]) for part, change in changes.items()}
