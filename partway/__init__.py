@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partway is not tested with
+from partway.strategy.basics import at_first_use
 
 if TYPE_CHECKING:
     from partway import data, ops, ps
@@ -105,6 +105,9 @@ _HOMES = {
         get_rank get_world_rank_from_group_rank""",
     "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
+    "data": "",
+    "ops": "",
+    "ps": "",
     "ps.marks": "set_param_ps",
     "checkpoints.resume": "Resume",
     "runtime.launching.process": "init shutdown",
@@ -118,7 +121,6 @@ _HOMES = {
         VerifyError WholeReadWarning""",
     "requests.user_rules": "rule",
 }
-_HOME_OF = {name: f"partway.{module}" for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Broadcast",
@@ -192,16 +194,6 @@ __all__ = [
 ]
 
 
-def _public(name: str) -> Any:
-    """The object with the public name `name`, which becomes an attribute of the package."""
-    if name in ("data", "ops", "ps"):
-        return importlib.import_module(f"partway.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'partway' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
-    return value
-
-
 if os.environ.get("PARTWAY_LOG"):
     importlib.import_module("partway.requests.planning_log").log_to_stderr()
 
@@ -211,4 +203,4 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # with it, a type checker would accept any name
-    __getattr__ = _public
+    __getattr__ = at_first_use(__name__, _HOMES)

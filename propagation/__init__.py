@@ -17,3 +17,16 @@ rank runs, with collectives not yet grouped (fusion). The rooms, each of which i
 
 `torch_internals.py` stands below them all.
 """
+
+from __future__ import annotations
+
+from .torch_internals import TorchDispatchMode, schema_of, sequence_number, sequence_number_now, tree_flatten, tree_map
+
+__all__ = [
+    "TorchDispatchMode",
+    "schema_of",
+    "sequence_number",
+    "sequence_number_now",
+    "tree_flatten",
+    "tree_map",
+]

@@ -23,7 +23,9 @@ from .launching.process import get_group_size, get_local_rank, get_rank, init, l
 from .loaded import Loaded
 from .random_state import generators, share_generators
 from .ranks.agreement import Fact, agree, agreement, facts_of
+from .ranks.watch import watch
 from .tensors.parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
+from .torch_internals import default_store, local_part_of, timeout_of
 
 __all__ = [
     "Event",
@@ -36,6 +38,7 @@ __all__ = [
     "agreement",
     "as_dtensor",
     "broadcast",
+    "default_store",
     "device_mesh",
     "distribute",
     "facts_of",
@@ -46,6 +49,7 @@ __all__ = [
     "init",
     "join",
     "launched",
+    "local_part_of",
     "placed_part",
     "record_collectives",
     "record_timeline",
@@ -54,4 +58,6 @@ __all__ = [
     "share_generators",
     "shutdown",
     "split",
+    "timeout_of",
+    "watch",
 ]

@@ -16,6 +16,10 @@ Two names are not re-exported: the factory `layout.layout`, which would hide its
 imports torch.distributed, which planning does not need.
 """
 
+from typing import TYPE_CHECKING
+
+from .basics.first_use import at_first_use
+from .cut import Span
 from .errors import (
     CaptureError,
     ContextError,
@@ -31,13 +35,27 @@ from .errors import (
     VerifyError,
     WholeReadWarning,
     raise_problems,
+    shown,
 )
 from .layout import Layout
 from .mesh import Mesh
-from .notation import Annotation, coarsest_mesh, from_dtensor, meshes_of, to_dtensor, to_ints, to_names, to_placements
+from .notation import (
+    Annotation,
+    Form,
+    coarsest_mesh,
+    counted,
+    form_of,
+    from_dtensor,
+    meshes_of,
+    to_dtensor,
+    to_ints,
+    to_names,
+    to_placements,
+)
 from .placement import (
     BROADCAST,
     PARTIAL,
+    PARTIAL_MAX,
     REPLICATE,
     Broadcast,
     Kind,
@@ -59,15 +77,29 @@ from .validate import (
     parse,
 )
 
+if TYPE_CHECKING:
+    from .place import Place, placed
+    from .transfer import common_part, within
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "place": "Place placed",
+            "transfer": "common_part within",
+        },
+    )
+
 __all__ = [
     "BROADCAST",
     "PARTIAL",
+    "PARTIAL_MAX",
     "REPLICATE",
     "Annotation",
     "Broadcast",
     "CaptureError",
     "ContextError",
     "DataError",
+    "Form",
     "Kind",
     "Layout",
     "LossError",
@@ -75,11 +107,13 @@ __all__ = [
     "OperatorError",
     "Partial",
     "PartwayError",
+    "Place",
     "Placement",
     "Problem",
     "Replicate",
     "RuntimeStateError",
     "Shard",
+    "Span",
     "StrategyError",
     "UnknownOperatorWarning",
     "UntestedTorchWarning",
@@ -89,18 +123,24 @@ __all__ = [
     "check_dataset_strategy",
     "check_strategies",
     "coarsest_mesh",
+    "common_part",
+    "counted",
     "dual",
+    "form_of",
     "form_problems",
     "from_dtensor",
     "is_one_strategy",
     "kind",
     "meshes_of",
     "parse",
+    "placed",
     "placement_from_code",
     "raise_problems",
+    "shown",
     "to_dtensor",
     "to_ints",
     "to_names",
     "to_placements",
     "transpose",
+    "within",
 ]

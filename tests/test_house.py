@@ -64,7 +64,6 @@ models/test_second_derivatives.py                propagation/program: derivative
 models/test_second_derivatives.py                runtime/tensors: batched transformed
 models/test_step_overhead.py                     partway/engine: runner
 models/test_step_overhead.py                     kits/measure: contenders
-models/test_changing_sizes.py                    partway/reuse: changing_sizes
 models/test_constraints.py                       partway/annotations: constrain
 models/test_flat_devices.py                      partway/compiler: meshes
 models/test_features.py                          partway/engine: sharded
@@ -75,9 +74,9 @@ models/test_own_parts.py                         runtime/tensors: own_parts
 models/test_gloo_dtensors.py                     partway/requests: dtensors
 models/test_materialize.py                       partway/engine: materialize
 models/test_materialize.py                       propagation/capture: initialisers
-models/test_contents.py                          partway/reuse: contents
-models/test_state.py                             partway/reuse: code_names effects facts libraries
-models/test_state.py                             partway/reuse: reachable snapshot state
+models/test_contents.py                          partway/reuse: kinds
+models/test_state.py                             partway/reuse: code_names effects libraries
+models/test_state.py                             partway/reuse: reachable state
 kits/data/test_views.py                          kits/data: random_views view window
 kits/data/test_reader.py                         kits/data: epoch extras source tiff_source zarr_source
 kits/data/test_web_decode.py                     kits/data: web web_pipeline
@@ -130,6 +129,7 @@ api/ops/test_manual.py                           propagation/manual: flows manua
 api/ops/test_manual.py                           propagation/ops: by_hand
 api/ops/test_manual.py                           propagation/ops/python: manual
 api/ops/test_manual.py                           strategy: place
+api/ops/test_manual.py                           partway/annotations: manual_layouts
 """
 
 

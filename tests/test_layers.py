@@ -148,6 +148,61 @@ def test_the_core_imports_no_kit() -> None:
     assert found == []
 
 
+def exported(module: str) -> frozenset[str]:
+    """The names that a kit may import from a module: those that a package exports, and all of `partway.versions`, which
+    is in no room."""
+    found = importlib.import_module(module)
+    names = vars(found) if module == "partway.versions" else getattr(found, "__all__", ()) * hasattr(found, "__path__")
+    return frozenset(name for name in names if not is_private(name))
+
+
+def deep_imports(source: Path, package: str) -> list[str]:
+    """The imports of a kit's file that no package exports. A kit may import its own modules, and of another kit only
+    from its `__init__`."""
+    found = []
+    for line, name, _ in imports(source, package):
+        module, _, last = name.rpartition(".")
+        first, *rest = module.split(".")
+        own = rest[:1] == package.split(".")[1:2]
+        of_another = rest[:1] != rest and rest[:1] in [[kit] for kit in KITS]
+        if first == "partway" and not own and (of_another or last not in exported(module)):
+            found.append(f"{line} imports {last} from {module}, which does not export it to kits")
+    return found
+
+
+def test_kits_import_only_what_packages_export() -> None:
+    found = [
+        f"{module}:{deep}"
+        for module, source in modules("kits").items()
+        for deep in deep_imports(source, package_of(module).replace("partway.kits", "partway"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("written", "module"),
+    [
+        ("from partway.strategy.errors import StrategyError", "partway.strategy.errors"),
+        ("def f():\n    from partway.runtime.launching.process import get_rank", "partway.runtime.launching.process"),
+        ("from partway.runtime.launching import door", "partway.runtime.launching"),
+        ("import partway.strategy.mesh", "partway.strategy"),
+        ("from partway.checkpoints.contents import packed", "partway.checkpoints.contents"),
+        ("from partway.ps.service import cluster", "partway.ps.service"),
+        ("from partway.strategy import StrategyError", None),
+        ("from partway import Plan, data", None),
+        ("import partway as pw", None),
+        ("from partway.checkpoints import packed", None),
+        ("from partway.show.page.markup import safe", None),
+        ("from torch import nn", None),
+    ],
+)
+def test_a_deep_import_of_a_kit_is_found(tmp_path: Path, written: str, module: str | None) -> None:
+    (tmp_path / "made.py").write_text(written, encoding="utf-8")
+    found = deep_imports(tmp_path / "made.py", "partway.show")
+    assert len(found) == (module is not None)
+    assert module is None or f" from {module}, " in found[0]
+
+
 @pytest.mark.parametrize("door", Door)
 def test_each_door_leads_to_a_function_of_a_kit(door: Door) -> None:
     module, _, name = door.value.partition(":")

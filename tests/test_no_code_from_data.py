@@ -33,7 +33,8 @@ BETWEEN_RANKS = ("all_gather_object", "broadcast_object_list", "gather_object", 
 # file, what it uses, how often: why it may
 ALLOWED = {
     ("strategy/basics/kits.py", "import_module", 1): "imports this package's own kits, by a table in the code",
-    ("partway/__init__.py", "import_module", 3): "imports this package's own modules, by a table in the code",
+    ("partway/__init__.py", "import_module", 1): "imports a module of this package, by its name",
+    ("strategy/basics/first_use.py", "import_module", 1): "imports this package's own modules, by tables in the code",
     (
         "kits/integrations/lightning.py",
         "objects between ranks",
@@ -140,7 +141,7 @@ def test_all_modules_are_looked_at() -> None:
         "strategy/basics/files.py",
         "propagation/plan/stored.py",
         "propagation/plan/forms.py",
-        "runtime/step.py",
+        "runtime/loaded.py",
     } <= names
     assert len(names) > 100
 

@@ -289,7 +289,6 @@ def test_names_are_known_to_type_checkers_where_they_are_found_when_they_are_use
     imported = {
         alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert imported == {**pw._HOME_OF, "data": "partway", "ops": "partway", "ps": "partway"}
     assert sorted(imported) == pw.__all__
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partway.annotations import InStrategy, in_layouts, out_layouts
 from partway.checking.matching import matched
 from partway.checking.measured import Measured, equal, measure
 from partway.checking.ranks import Run, run_ranks
 from partway.checking.reasons import Measurements
 from partway.checking.records import Exact, tensors_in
 from partway.checking.report import Finding, ManualReport, ResultDifference
-from partway.ops.manual import InStrategy, ManualFunction, in_layouts, out_layouts
-from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
-from partway.requests.request import Request, check_target
-from partway.runtime.code.slices import part_of
+from partway.propagation.graph import Call, check_call, flatten_call, name_of
+from partway.requests import Request, check_target
+from partway.runtime.code import part_of
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 
 _NOISE = 0.1  # times the deviation of a tensor: else zeros or ones, as in new biases and norms, can hide a mistake
@@ -75,9 +75,9 @@ def check_manual(
 
 def _asked(fn: Any, request: Request) -> tuple[Any, Request]:
     """The program of one rank, and its strategies; a manual function has its own."""
-    if not isinstance(fn, ManualFunction):
+    own = getattr(fn, "request", None)
+    if not isinstance(own, Request):
         return fn, request
-    own = fn.request
     if request.in_strategy is None and request.out_strategy is None:
         request = replace(request, in_strategy=own.in_strategy, out_strategy=own.out_strategy)
     return fn.fn, request if request.mesh is not None else replace(request, mesh=own.mesh)

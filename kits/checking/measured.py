@@ -11,8 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from partway.strategy import Mesh, Partial, Replicate, Shard
-from partway.strategy.placement import PARTIAL, REPLICATE
+from partway.strategy import PARTIAL, REPLICATE, Mesh, Partial, Replicate, Shard
 
 EXACT = 1e-9  # relative to the largest element; float64 has 16 digits
 Placed = Replicate | Shard | Partial

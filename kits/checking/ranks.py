@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from partway.checking.records import Line, Recorder, TensorRecord, axes_of, tensors_in
-from partway.ops.collectives import REDUCTIONS
-from partway.propagation.graph.structure import Call
+from partway.propagation.graph import Call
 from partway.propagation.ops import by_hand
-from partway.strategy import CaptureError, Mesh
-from partway.strategy.place import Place, placed
+from partway.strategy import CaptureError, Mesh, Place, placed
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def _told(operator: Any, args: Sequence[Any]) -> str:
 
 
 def _all_reduce(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
-    total = REDUCTIONS[calls[0][1]](torch.stack([call[0] for call in calls]))
+    total = by_hand.REDUCTIONS[calls[0][1]](torch.stack([call[0] for call in calls]))
     return [total.clone() for _ in calls]
 
 
@@ -142,7 +140,7 @@ def _all_gather(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
 
 def _reduce_scatter(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
     _, op, dim, _, sizes, _ = calls[0]
-    total = REDUCTIONS[op](torch.stack([call[0] for call in calls]))
+    total = by_hand.REDUCTIONS[op](torch.stack([call[0] for call in calls]))
     return [piece.clone() for piece in total.split(sizes, dim)]
 
 

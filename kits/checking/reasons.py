@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from partway.checking.measured import Measured, Placed
 from partway.checking.records import TensorRecord
 from partway.checking.report import Finding, Mistake
-from partway.strategy import Layout, Mesh, Partial, Replicate, Shard
-from partway.strategy.placement import PARTIAL, REPLICATE
+from partway.strategy import PARTIAL, REPLICATE, Layout, Mesh, Partial, Replicate, Shard
 
 _ADDS = ("aten.add", "aten.sub", "aten.rsub", "aten.addmm", "aten.baddbmm")
 _DIVIDES = ("aten.div", "aten.true_divide")

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from partway.propagation.graph.nodes import is_persons
-from partway.propagation.ops.by_hand import COLLECTIVES, all_reduce, reduce_scatter
-from partway.propagation.torch_internals import (
+from partway.propagation import (
     TorchDispatchMode,
     schema_of,
     sequence_number,
@@ -25,6 +23,8 @@ from partway.propagation.torch_internals import (
     tree_flatten,
     tree_map,
 )
+from partway.propagation.graph import is_persons
+from partway.propagation.ops import by_hand
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TensorRecord:
         return self.inside > 0 or self.operator in _COLLECTIVES
 
 
-_COLLECTIVES = frozenset(str(operator) for operator in COLLECTIVES)
+_COLLECTIVES = frozenset(str(operator) for operator in by_hand.COLLECTIVES)
 
 
 _EXACT = {
@@ -150,7 +150,7 @@ class Recorder(Exact):
         operands = tuple(
             number for tensor in tensors_in((args, kwargs)) if (number := self.number_of(tensor)) is not None
         )
-        meets, line, backward, inside = operator in COLLECTIVES, *self._lines.here()
+        meets, line, backward, inside = operator in by_hand.COLLECTIVES, *self._lines.here()
         state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in operator.tags else None
         result = (
             self._collective(operator, args) if meets else super().__torch_dispatch__(operator, types, args, kwargs)
@@ -176,7 +176,7 @@ def axes_of(operator: Any, args: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _reduction(operator: Any, args: Sequence[Any]) -> str:
-    return str(args[1]) if operator in (all_reduce, reduce_scatter) else ""
+    return str(args[1]) if operator in (by_hand.all_reduce, by_hand.reduce_scatter) else ""
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -15,3 +15,54 @@ at all:
     ranks.py            messages between the processes meanwhile
     saving.py, loading.py     `save` and `load`
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partway.strategy.basics import at_first_use
+
+if TYPE_CHECKING:
+    from partway.checkpoints import folder, saving
+    from partway.checkpoints.contents import (
+        MODEL,
+        OPTIMIZER,
+        STATE,
+        Content,
+        KeptTensor,
+        keep_whole,
+        named_tensors,
+        packed,
+        random_states,
+        set_random_state,
+        unpacked,
+    )
+    from partway.checkpoints.tensor_files import arrange
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "contents": """MODEL OPTIMIZER STATE Content KeptTensor keep_whole named_tensors packed random_states
+                set_random_state unpacked""",
+            "folder": "",
+            "saving": "",
+            "tensor_files": "arrange",
+        },
+    )
+
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "STATE",
+    "Content",
+    "KeptTensor",
+    "arrange",
+    "folder",
+    "keep_whole",
+    "named_tensors",
+    "packed",
+    "random_states",
+    "saving",
+    "set_random_state",
+    "unpacked",
+]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints.tensor_files import Slices
-from partway.requests.dtensors import is_dtensor, whole
-from partway.runtime.ranks.replicas import holders
-from partway.runtime.torch_internals import local_part_of
+from partway.requests import is_dtensor, whole
+from partway.runtime import local_part_of
+from partway.runtime.ranks import holders
 from partway.strategy import RuntimeStateError
 
 MODEL, OPTIMIZER, VALUES = "model", "optimizer", "state"  # the stems of the file names
@@ -177,7 +177,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """The names of an optimizer's parameters, by their ids. Raises RuntimeStateError for one that the model lacks."""
-    from partway.runtime.tensors.optimizers import bring_up_to_date
+    from partway.runtime.tensors import bring_up_to_date
 
     bring_up_to_date(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

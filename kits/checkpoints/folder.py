@@ -19,9 +19,8 @@ from typing import Any
 
 from partway.checkpoints.manifest import MANIFEST, PARTS, manifest_in
 from partway.checkpoints.tensor_files import synchronize
-from partway.strategy import RuntimeStateError
-from partway.strategy.basics.files import held, write_whole
-from partway.strategy.errors import shown
+from partway.strategy import RuntimeStateError, shown
+from partway.strategy.basics import held, write_whole
 
 _COMPLETE = re.compile(r"checkpoint-(\d{6,})")
 _UNFINISHED = re.compile(r"\.checkpoint-\d{6,}\.saving")

@@ -41,14 +41,11 @@ from partway.checkpoints.manifest import Manifest, parts_in, read_manifest, stat
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import FilePlace, Report, checksum_of, places_in, read_part
-from partway.requests.dtensors import is_dtensor
-from partway.runtime.launching.process import launched
-from partway.runtime.ranks.agreement import Fact, agree
-from partway.runtime.tensors.optimizers import by_element
-from partway.strategy import Problem, RuntimeStateError, raise_problems
-from partway.strategy.basics.suggest import nearest
-from partway.strategy.errors import shown
-from partway.strategy.notation import counted
+from partway.requests import is_dtensor
+from partway.runtime import Fact, agree, launched
+from partway.runtime.tensors import by_element
+from partway.strategy import Problem, RuntimeStateError, counted, raise_problems, shown
+from partway.strategy.basics import nearest
 
 _SHOWN = 8  # names that an error lists
 

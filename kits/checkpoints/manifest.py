@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from partway.checkpoints.tensor_files import SUFFIX, FilePlace
-from partway.strategy import RuntimeStateError
-from partway.strategy.basics.files import first_problem, json_of
-from partway.strategy.errors import PartwayError
+from partway.strategy import PartwayError, RuntimeStateError
+from partway.strategy.basics import first_problem, json_of
 
 MANIFEST = "partway.json"
 PARTS = re.compile(r"parts-\d{5,}\.json")

@@ -30,19 +30,13 @@ from partway.checkpoints.rank_files import (
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import check_alike
 from partway.checkpoints.tensor_files import SUFFIX
-from partway.engine.engine import attached_engine
-from partway.engine.placing import placing
-from partway.options.context import current
-from partway.propagation.graph.port import Role
-from partway.propagation.graph.structure import name_of
-from partway.propagation.plan.plan import Plan
-from partway.requests.dtensors import is_dtensor
-from partway.requests.request import engine_of
-from partway.runtime.launching.process import get_group_size, get_rank, launched
-from partway.runtime.ranks.agreement import Fact, agreement
-from partway.strategy import Layout, RuntimeStateError, StrategyError
-from partway.strategy.errors import shown
-from partway.strategy.transfer import common_part
+from partway.engine import attached_engine, settle
+from partway.options import current
+from partway.propagation.graph import Role, name_of
+from partway.propagation.plan import Plan
+from partway.requests import engine_of, is_dtensor
+from partway.runtime import Fact, agreement, get_group_size, get_rank, launched
+from partway.strategy import Layout, RuntimeStateError, StrategyError, common_part, shown
 
 Filename = str | os.PathLike[str]
 
@@ -273,4 +267,4 @@ def _lay_out(network: nn.Module, wanted: Mapping[str, WeightLayout], tensors: Ma
             raise StrategyError(
                 f"predict_strategy splits {name}, and the network is not sharded; call shard on it before"
             )
-    placing().settle(network, {name: weight.layout for name, weight in wanted.items()})
+    settle(network, {name: weight.layout for name, weight in wanted.items()})

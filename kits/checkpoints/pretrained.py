@@ -16,10 +16,9 @@ from partway.checkpoints.manifest import MANIFEST, PARTS
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import LARGEST, check_alike, create_files, write_index, write_parts
 from partway.checkpoints.tensor_files import arrange
-from partway.propagation.graph.structure import name_of
-from partway.runtime.ranks.agreement import Fact, agree
-from partway.strategy import RuntimeStateError
-from partway.strategy.errors import shown
+from partway.propagation.graph import name_of
+from partway.runtime import Fact, agree
+from partway.strategy import RuntimeStateError, shown
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -25,12 +25,10 @@ from partway.checkpoints.tensor_files import (
     synchronize,
     write_part,
 )
-from partway.propagation.graph.port import Role
-from partway.propagation.plan.plan import Plan
-from partway.strategy import Layout, RuntimeStateError, StrategyError
-from partway.strategy.basics.files import FOREIGN, first_problem, json_of, replacing
-from partway.strategy.errors import shown
-from partway.strategy.transfer import common_part, within
+from partway.propagation.graph import Role
+from partway.propagation.plan import Plan
+from partway.strategy import Layout, RuntimeStateError, StrategyError, common_part, shown, within
+from partway.strategy.basics import FOREIGN, first_problem, json_of, replacing
 
 _NOTE = "partway"  # its name in a file's header
 

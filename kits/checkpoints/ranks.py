@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from partway.runtime.launching.process import launched
-from partway.runtime.ranks.doing import first_line
-from partway.runtime.ranks.watch import watch
-from partway.runtime.torch_internals import timeout_of
+from partway.runtime import launched, timeout_of, watch
+from partway.runtime.ranks import first_line
 from partway.strategy import RuntimeStateError
 
 T = TypeVar("T")

@@ -20,13 +20,10 @@ from partway.checkpoints.contents import RANDOM, random_states, set_random_state
 from partway.checkpoints.loading import load
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import save, wait
-from partway.runtime.launching import worker
-from partway.runtime.launching.process import launched
-from partway.runtime.launching.scheduler import AGAIN
-from partway.runtime.ranks.answering import AnsweringStore
-from partway.runtime.torch_internals import default_store, timeout_of
-from partway.strategy import RuntimeStateError
-from partway.strategy.errors import shown
+from partway.runtime import default_store, launched, timeout_of
+from partway.runtime.launching import AGAIN, leave
+from partway.runtime.ranks import AnsweringStore
+from partway.strategy import RuntimeStateError, shown
 
 _STOP = "partway/stop"
 _BEGAN, _NOW = f"{RANDOM}began.", f"{RANDOM}now."
@@ -168,7 +165,7 @@ class Resume:
             self.save()
         if ends:
             wait()
-            worker.leave("SIGTERM" if self._told else None)
+            leave("SIGTERM" if self._told else None)
             raise SystemExit(AGAIN)
 
     # -- the requested end

@@ -26,13 +26,12 @@ from partway.checkpoints.manifest import MANIFEST, Manifest, parts_file, state_f
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import SUFFIX, Slices, TensorFile, arrange, create, synchronize, write_part
-from partway.options.context import current
-from partway.runtime.launching.process import before_shutdown, launched
-from partway.runtime.ranks.agreement import Fact, agree
-from partway.runtime.ranks.replicas import differing
-from partway.strategy import RuntimeStateError
-from partway.strategy.basics.files import write_whole
-from partway.strategy.errors import shown
+from partway.options import current
+from partway.runtime import Fact, agree, launched
+from partway.runtime.launching import before_shutdown
+from partway.runtime.ranks import differing
+from partway.strategy import RuntimeStateError, shown
+from partway.strategy.basics import write_whole
 
 _LISTED = 8  # tensors that an error lists
 LARGEST = 5 * 10**9  # bytes of a file, as in Hugging Face's format

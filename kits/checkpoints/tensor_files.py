@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partway.strategy import RuntimeStateError
-from partway.strategy.basics.files import json_of, naming
-from partway.strategy.errors import shown
+from partway.strategy import RuntimeStateError, shown
+from partway.strategy.basics import json_of, naming
 
 PIECE = 2**25  # bytes
 SUFFIX = ".safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from partway.data.window import is_int
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 
 class Epoch:

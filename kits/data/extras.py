@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from partway.strategy.basics.extras import install_extra
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
+from partway.strategy.basics import install_extra
 
 
 def need(package: str, what: str) -> None:

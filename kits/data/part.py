@@ -10,16 +10,23 @@ from typing import Any
 import torch
 
 from partway.data.window import Window, is_int
-from partway.options.context import current
-from partway.propagation.graph.port import Role
-from partway.propagation.plan.data import TensorPlan
-from partway.propagation.plan.plan import Plan
-from partway.requests.request import given_mesh
-from partway.runtime.launching.process import get_group_size, get_rank, launched
-from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
-from partway.strategy.errors import DataError, shown
-from partway.strategy.layout import layout
-from partway.strategy.notation import Form, counted, form_of
+from partway.options import current
+from partway.propagation.graph import Role
+from partway.propagation.plan import Plan, TensorPlan
+from partway.requests import given_mesh
+from partway.runtime import get_group_size, get_rank, launched
+from partway.strategy import (
+    DataError,
+    Form,
+    Layout,
+    Mesh,
+    StrategyError,
+    counted,
+    form_of,
+    parse,
+    placement_from_code,
+    shown,
+)
 
 IMAGE_DIMS = (-2, -1)
 """Where height and width are in [N, C, H, W]; (1, 2) in [N, H, W, C]."""
@@ -146,7 +153,7 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
         raise DataError(f"planned_part takes a Plan, or a sharded model, which has one, not {shown(planned)}")
     tensor = _input(plan, input)
     placements = tuple(map(placement_from_code, tensor.codes))
-    return _held(layout(plan.mesh, placements), len(tensor.shape), rank)
+    return _held(Layout(plan.mesh, placements), len(tensor.shape), rank)
 
 
 def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
@@ -162,9 +169,8 @@ def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
     layout = _layout_of_parts("to_global", part, strategy, mesh)
     if not launched():
         return part
-    from partway.runtime.executors.execute import device_mesh
-    from partway.runtime.tensors.own_parts import parts_now, places_of, recut, whole_shape
-    from partway.runtime.tensors.parameters import as_dtensor
+    from partway.runtime import as_dtensor, device_mesh
+    from partway.runtime.tensors import parts_now, places_of, recut, whole_shape
 
     places = parts_now(part, f"to_global(part, {shown(strategy)})").places(layout)
     shape = whole_shape(places)
@@ -192,7 +198,7 @@ def whole_batch(part: torch.Tensor, strategy: Any = None, mesh: Any = None) -> t
     layout = _layout_of_parts("whole_batch", part, strategy, mesh)
     if not launched():
         return part
-    from partway.runtime.tensors.own_parts import gathered, parts_now
+    from partway.runtime.tensors import gathered, parts_now
 
     return gathered(part, layout, parts_now(part, "pw.data.whole_batch")) if layout.cuts else part
 

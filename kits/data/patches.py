@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from partway.data.window import check_fill, is_int
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 Image = TypeVar("Image", NDArray[Any], torch.Tensor)
 

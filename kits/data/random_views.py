@@ -9,7 +9,7 @@ import numpy as np
 
 from partway.data.view import View
 from partway.data.window import Window, is_int, pair
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 
 def draws(name: str, seed: int, epoch: int, index: int | str, count: int) -> list[int]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from partway.data.extras import need
 from partway.data.source import ArraySource, Count, Source
 from partway.data.window import FillMode, Window, as_mode, as_window, check_fill, is_int, source_indices
-from partway.strategy.errors import DataError, WholeReadWarning, shown
+from partway.strategy import DataError, WholeReadWarning, shown
 
 _WORTH_A_WARNING = 1 << 20  # pixels: a smaller image is read whole in no time
 

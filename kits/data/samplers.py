@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from partway.data.part import Part
 from partway.data.random_views import check_seed
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 
 def distributed_sampler(

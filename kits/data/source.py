@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partway.data.window import Window
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 AXES = ("YX", "YXS", "CYX", "SYX")
 """The orders of dims that can be read: height and width, and the channels before or after them."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from partway.data.source import AXES, Count, block_shape
 from partway.data.window import Window
-from partway.strategy.basics.extras import install_extra
-from partway.strategy.errors import DataError
+from partway.strategy import DataError
+from partway.strategy.basics import install_extra
 
 _JPEG = (6, 7, 34892, 33007)  # compressions whose tiles share tables, kept in the page
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from partway.data.part import IMAGE_DIMS, Part
 from partway.data.reader import WindowReader
 from partway.data.window import FillMode, Window, as_window
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from partway.data.extras import need
 from partway.data.part import Part
 from partway.data.random_views import check_seed
 from partway.data.samplers import group_of
-from partway.strategy.errors import DataError
+from partway.strategy import DataError
 
 if TYPE_CHECKING:
     from partway.data.web_pipeline import GroupedWebDataset

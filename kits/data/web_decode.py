@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import webdataset as wds
 
-from partway.strategy.errors import DataError
+from partway.strategy import DataError
 
 Handler = Callable[[str, bytes], Any]
 

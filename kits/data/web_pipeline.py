@@ -24,7 +24,7 @@ from partway.data.epoch import Epoch
 from partway.data.random_views import draws
 from partway.data.web_decode import Decoder, Handler, unreadable
 from partway.data.window import is_int
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from partway.strategy.basics.choice import Choice
-from partway.strategy.errors import DataError, shown
+from partway.strategy import DataError, shown
+from partway.strategy.basics import Choice
 
 
 class FillMode(Choice):

@@ -14,7 +14,7 @@ from zarr.storage import LocalStore, WrapperStore, ZipStore
 
 from partway.data.source import AXES, Count, axes_for, index_of
 from partway.data.window import Window
-from partway.strategy.errors import DataError
+from partway.strategy import DataError
 
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 

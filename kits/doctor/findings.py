@@ -21,16 +21,13 @@ from typing import Any
 
 import torch
 
-from partway.compiler.graphs_asked import asked
-from partway.propagation.cost.profile import profile_of
-from partway.requests.planning_log import level_asked
-from partway.reuse.cache import cache_folder, cache_limit, folder_named
-from partway.runtime.launching.door import secret
-from partway.runtime.launching.gpus import check_enough, may_share
-from partway.runtime.launching.launchers import simulated
-from partway.strategy.basics.extras import install_extra
-from partway.strategy.basics.suggest import did_you_mean
-from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
+from partway.compiler import asked
+from partway.propagation.cost import profile_of
+from partway.requests import level_asked
+from partway.reuse import cache_folder, cache_limit, folder_named
+from partway.runtime.launching import gpus, secret, simulated
+from partway.strategy import PartwayError, UntestedTorchWarning, shown
+from partway.strategy.basics import did_you_mean, install_extra
 from partway.versions import installed_torch, warn_if_untested
 
 # docs/options.md describes each; a test compares the two
@@ -121,7 +118,7 @@ def of_variables(environment: Mapping[str, str]) -> Iterator[DoctorFinding]:
         value = environment.get(name, "")
         if value not in ("", "0", "1"):
             yield DoctorFinding(f"{name} is {shown(value)}, which changes nothing: write {use}, or unset it")
-    readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret, level_asked, may_share)
+    readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret, level_asked, gpus.may_share)
     yield from (DoctorFinding(problem) for read in readers if (problem := _problem(read)))
 
 
@@ -147,7 +144,7 @@ def of_cache() -> Iterator[DoctorFinding]:
 def of_gpus(processes: int) -> Iterator[DoctorFinding]:
     """The number of GPUs, compared with the processes of this host."""
     there = has_backend("nccl") and torch.cuda.is_available() and torch.cuda.device_count()
-    if there and (problem := _problem(lambda: check_enough(processes))):
+    if there and (problem := _problem(lambda: gpus.check_enough(processes))):
         yield DoctorFinding(problem)
 
 

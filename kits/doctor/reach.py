@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partway.runtime.launching import gpus, interfaces, process, scheduler
-from partway.runtime.launching.launchers import SCHEDULER, Launch
-from partway.runtime.ranks.doing import first_line, named
+from partway.runtime.launching import SCHEDULER, Launch, gpus, interfaces, meet, meet_by_scheduler, seconds_of
+from partway.runtime.launching import versions as own_versions
+from partway.runtime.ranks import first_line, named
 from partway.strategy import RuntimeStateError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -131,13 +131,13 @@ def join(found: Launch, limit: float) -> Met:
     _wait_for(found, agent, limit)
     patience = timedelta(seconds=limit)
     if found.launcher == SCHEDULER:
-        os.environ["MS_TOPO_TIMEOUT"] = str(min(limit, scheduler.seconds_of("MS_TOPO_TIMEOUT", limit)))
-        store, rank, local = process.meet_by_scheduler(found, patience)
+        os.environ["MS_TOPO_TIMEOUT"] = str(min(limit, seconds_of("MS_TOPO_TIMEOUT", limit)))
+        store, rank, local = meet_by_scheduler(found, patience)
         found = replace(found, rank=rank, local_rank=local)
     elif agent:
         store = dist.TCPStore(found.host, found.port, timeout=patience)  # type: ignore[attr-defined]
     else:
-        store = process.meet(found, patience)
+        store = meet(found, patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the values of the last attempt
     return Met(dist.PrefixStore(f"partway/doctor/{attempt}", store), found)  # type: ignore[attr-defined]
 
@@ -171,7 +171,7 @@ def check(met: Met, limit: float, versions: str | None = None) -> Health:
     ranks' messages has ended.
     """
     assert met.launch.rank is not None
-    door, card = _opened(met.launch.rank, met.launch, versions or scheduler.versions())
+    door, card = _opened(met.launch.rank, met.launch, versions or own_versions())
     try:
         health = _found_out(met, card, limit)
         _part(met)

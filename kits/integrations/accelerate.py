@@ -12,10 +12,9 @@ from typing import Any
 import accelerate
 from torch import Tensor, nn
 
-from partway.options.context import current
-from partway.propagation.torch_internals import tree_map
-from partway.requests.dtensors import whole
-from partway.requests.request import engine_of
+from partway.options import current
+from partway.propagation import tree_map
+from partway.requests import engine_of, whole
 from partway.strategy import StrategyError
 
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
-from partway.requests.dtensors import whole
-from partway.runtime.launching.process import get_rank, init, launched
-from partway.runtime.tensors.optimizers import bring_up_to_date
+from partway.requests import whole
+from partway.runtime import get_rank, init, launched
+from partway.runtime.tensors import bring_up_to_date
 
 
 class PartwayStrategy(SingleDeviceStrategy):

@@ -12,14 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partway.requests.dtensors import whole
-from partway.runtime.launching.process import get_group_size
-from partway.runtime.ranks.agreement import gathered
-from partway.runtime.ranks.doing import named
-from partway.strategy import LossError, RuntimeStateError
-from partway.strategy.basics.units import lasting
-from partway.strategy.errors import shown
-from partway.strategy.notation import counted
+from partway.requests import whole
+from partway.runtime import get_group_size
+from partway.runtime.ranks import gathered, named
+from partway.strategy import LossError, RuntimeStateError, counted, shown
+from partway.strategy.basics import lasting
 
 _SHORTEST = {torch.float64: np.float64, torch.float16: np.float16}  # others are shown as float32
 

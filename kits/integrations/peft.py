@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from partway.engine.engine import attached_engine
-from partway.propagation.graph.structure import name_of
-from partway.requests.dtensors import whole
-from partway.requests.request import engine_of
-from partway.runtime.launching.process import get_rank, launched
-from partway.runtime.ranks.agreement import Fact, agree
+from partway.engine import attached_engine
+from partway.propagation.graph import name_of
+from partway.requests import engine_of, whole
+from partway.runtime import Fact, agree, get_rank, launched
 
 
 def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: Any) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import transformers
 
-from partway.checkpoints.loading import load
-from partway.checkpoints.saving import save
+from partway import load, save
 from partway.integrations.accelerate import Accelerator
 
 _STATE = "partway"  # the folder of a checkpoint with the optimizer's state

@@ -29,6 +29,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+from partway import auto_parallel_context, compile
 from partway.fusion import FusionMode
 from partway.measure.bench_page import page
 from partway.measure.calibrate import calibrate, check_devices, threads_of
@@ -47,18 +48,12 @@ from partway.measure.contenders import (
     turns,
 )
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
-from partway.options.context import auto_parallel_context
-from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.propagation.program.program import Program
-from partway.propagation.program.timeline import Span
-from partway.runtime.code.recorders import record_collectives, record_timeline
-from partway.runtime.launching.gpus import may_share
-from partway.sharding import compile
-from partway.strategy.basics.extras import install_extra
-from partway.strategy.basics.files import save
-from partway.strategy.errors import RuntimeStateError
-from partway.strategy.notation import counted
-from partway.strategy.placement import Kind
+from partway.propagation.cost import DeviceProfile, profile_of
+from partway.propagation.program import Program, Span
+from partway.runtime import record_collectives, record_timeline
+from partway.runtime.launching import gpus
+from partway.strategy import Kind, RuntimeStateError, counted
+from partway.strategy.basics import install_extra, save
 
 MODELS = ("gpt2", "resnet50", "mlp")
 LAYERS = 4  # of GPT-2
@@ -327,7 +322,7 @@ def _say(what: str) -> None:
 def _device(world: int) -> str:
     count = torch.cuda.device_count()
     enough = count > 1 and 1 <= world <= count
-    return "cuda" if enough or (count and may_share()) else "cpu"
+    return "cuda" if enough or (count and gpus.may_share()) else "cpu"
 
 
 def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[ContenderFigures]:

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from partway.measure.contenders import quartiles, spread, three_quartiles
-from partway.show.lanes import COLOURS, SCRIPT, STYLE, lanes_figure
-from partway.show.page.markup import safe
-from partway.show.sheet import sheet
-from partway.show.timeline import beside, totals
-from partway.strategy.basics.units import human
+from partway.show import COLOURS, SCRIPT, STYLE, beside, lanes_figure, safe, sheet_of, totals
+from partway.strategy.basics import human
 
 if TYPE_CHECKING:
     from partway.measure.bench import BenchResult, ContenderFigures
@@ -53,7 +50,7 @@ def page(found: BenchResult) -> str:
             totals(found.timelines),
             lanes_figure("Measured and predicted", beside(found.timelines)),
         ]
-    return sheet(f"Fusion of {found.case.model}", "\n".join(parts), STYLE, SCRIPT if found.timelines else "")
+    return sheet_of(f"Fusion of {found.case.model}", "\n".join(parts), STYLE, SCRIPT if found.timelines else "")
 
 
 def _table(found: BenchResult, ranked: Sequence[ContenderFigures]) -> str:

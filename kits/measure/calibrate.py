@@ -59,17 +59,9 @@ from partway.measure.operators import (
 )
 from partway.measure.probes import probes
 from partway.measure.workloads import Workload
-from partway.propagation.cost.profile import (
-    DeviceProfile,
-    NetworkLevel,
-    PeakRates,
-    Sources,
-    profile_of,
-)
+from partway.propagation.cost import DeviceProfile, NetworkLevel, PeakRates, Sources, profile_of
 from partway.runtime.launching import gpus
-from partway.strategy.errors import RuntimeStateError
-from partway.strategy.notation import counted
-from partway.strategy.placement import Kind
+from partway.strategy import Kind, RuntimeStateError, counted
 
 DTYPES = {name: getattr(torch, name) for name in PeakRates.model_fields}
 SHOWN = 30  # operators in a report

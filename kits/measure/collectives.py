@@ -26,10 +26,9 @@ from torch import Tensor
 
 from partway.measure.clock import mean_but_longest, seconds_of, seconds_of_one, wait_for
 from partway.measure.operators import nonnegative
-from partway.propagation.cost.cost import steps
-from partway.propagation.cost.profile import ALONE, ByKind, Together
-from partway.runtime.executors.issue import all_gather, reduce_scatter
-from partway.strategy.placement import Kind
+from partway.propagation.cost import ALONE, ByKind, Together, steps
+from partway.runtime.executors import all_gather, reduce_scatter
+from partway.strategy import Kind
 
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 MB = 1 << 20

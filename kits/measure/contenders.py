@@ -23,11 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from partway import auto_parallel_context, shard
 from partway.measure.clock import wait_for
 from partway.measure.workloads import Workload
-from partway.options.context import auto_parallel_context
 from partway.runtime.launching import gpus
-from partway.sharding import shard
 
 LEARNING_RATE = 1e-4
 SECONDS = 300  # the timeout of a collective; other ranks may be planning or profiling

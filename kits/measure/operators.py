@@ -19,17 +19,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from partway import auto_parallel_context, shard
 from partway.measure.clock import seconds_of
 from partway.measure.workloads import Workload
-from partway.options.context import auto_parallel_context
-from partway.propagation.cost.cost import kind_of_call, name_of_call
-from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
-from partway.propagation.graph.nodes import computed_again, operator_of
-from partway.propagation.program.program import Program
-from partway.propagation.program.schedule import Meter
-from partway.propagation.program.timeline import COMPUTE
-from partway.runtime.code.recorders import record_timeline
-from partway.sharding import shard
+from partway.propagation.cost import (
+    KNEES,
+    OTHER,
+    POINTWISE,
+    VIEW,
+    Floats,
+    OperatorRates,
+    Rates,
+    features_of,
+    kind_of_call,
+    name_of_call,
+)
+from partway.propagation.graph import computed_again, operator_of
+from partway.propagation.program import COMPUTE, Meter, Program
+from partway.runtime import record_timeline
 
 WARM, STEPS = 2, 5  # untimed and timed steps of a probe
 SHORT = 1e-6  # seconds: for shorter times the difference counts, for others the ratio

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partway.commands.named import find, kind_of
-from partway.strategy.errors import RuntimeStateError
+from partway.commands import find, kind_of
+from partway.strategy import RuntimeStateError
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

@@ -14,7 +14,7 @@ from typing import Any
 from partway.operator.observed import JOB, is_owned
 from partway.operator.spec import GROUP, PLURAL, VERSION
 from partway.strategy import RuntimeStateError
-from partway.strategy.basics.extras import install_extra
+from partway.strategy.basics import install_extra
 
 _SECONDS = 30.0  # the timeout of a request
 

@@ -12,7 +12,7 @@ from partway.operator.crd import definition
 from partway.operator.pods import SECURITY
 from partway.operator.spec import API, GROUP, KIND, PLURAL, parsed
 from partway.strategy import RuntimeStateError
-from partway.strategy.basics.extras import install_extra
+from partway.strategy.basics import install_extra
 
 _MOST = 100_000  # values of a yaml, which an API server would not take either
 

@@ -14,11 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from partway.ps.service import settings
 from partway.ps.service.job import MODES
 from partway.ps.service.shelf import DURABILITIES
-from partway.runtime.launching import security
-from partway.runtime.launching.certificates import Certificates, Identity, contexts_of
-from partway.strategy import ContextError, RuntimeStateError
-from partway.strategy.basics.files import json_of, reason
-from partway.strategy.errors import shown
+from partway.runtime.launching import Certificates, Identity, contexts_of, security
+from partway.strategy import ContextError, RuntimeStateError, shown
+from partway.strategy.basics import json_of, reason
 
 
 class _Config(BaseModel):

@@ -26,7 +26,7 @@ from partway.ps.live import LiveTable
 from partway.ps.service import cluster, roles
 from partway.ps.service.cluster import COORDINATOR, Gone, Link, Site
 from partway.strategy import RuntimeStateError
-from partway.strategy.basics.files import json_of, save
+from partway.strategy.basics import json_of, save
 
 _C = ctypes.CDLL(None)
 _LOOK = 0.2  # seconds between two looks

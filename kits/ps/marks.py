@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from partway.runtime.tensors.replaced import current
-from partway.strategy import RuntimeStateError
-from partway.strategy.errors import shown
+from partway.runtime.tensors import current
+from partway.strategy import RuntimeStateError, shown
 
 Embedding = nn.Embedding | nn.EmbeddingBag
 

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.checkpoints import folder as folders
-from partway.checkpoints import saving
-from partway.checkpoints.contents import (
+from partway.checkpoints import (
     MODEL,
     OPTIMIZER,
     STATE,
     Content,
     KeptTensor,
+    arrange,
     keep_whole,
     named_tensors,
     packed,
     random_states,
+    saving,
 )
-from partway.checkpoints.tensor_files import arrange
+from partway.checkpoints import folder as folders
 from partway.ps.served import ServedOptimizer, served
 from partway.ps.service import settings
 from partway.ps.service.pieces import Parameter, RowRange

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partway.checkpoints.contents import random_states, set_random_state, unpacked
+from partway.checkpoints import random_states, set_random_state, unpacked
 from partway.ps.marks import close, forget, marked
 from partway.ps.service import roles, settings
 from partway.ps.service.client import Client, Pushed, Taken
@@ -24,11 +24,11 @@ from partway.ps.service.tables import RemoteTable
 from partway.ps.service.update import OptimizerMaker, is_by_element, is_of_rows
 from partway.ps.service.wire import DTYPES, array_of, name_of
 from partway.ps.workers import Parameters, parameters_of
-from partway.requests.dtensors import whole as whole_of
-from partway.runtime.launching.process import before_shutdown, launched
-from partway.runtime.tensors.optimizers import bring_up_to_date
-from partway.strategy import RuntimeStateError
-from partway.strategy.errors import shown
+from partway.requests import whole as whole_of
+from partway.runtime import launched
+from partway.runtime.launching import before_shutdown
+from partway.runtime.tensors import bring_up_to_date
+from partway.strategy import RuntimeStateError, shown
 
 T = TypeVar("T")
 _served: list[ServedOptimizer] = []

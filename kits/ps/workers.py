@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partway.requests.dtensors import is_dtensor, whole
-from partway.runtime.launching.process import launched
-from partway.runtime.ranks.doing import first_line
+from partway.requests import is_dtensor, whole
+from partway.runtime import launched
+from partway.runtime.ranks import first_line
 from partway.strategy import RuntimeStateError
 
 T = TypeVar("T")

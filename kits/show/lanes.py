@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partway.show.page.markup import safe
-from partway.strategy.basics.units import lasting
-from partway.strategy.notation import counted
+from partway.strategy import counted
+from partway.strategy.basics import lasting
 
 STYLE = Path(__file__).with_name("lanes.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("lanes.js").read_text(encoding="utf-8")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from partway.commands.compare_graphs import SavedCall, differences, saved_calls, strategies
-from partway.propagation.plan.alternatives import Origin, ScheduleSpan
-from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.report import text
+from partway.commands import SavedCall, differences, saved_calls, strategies
+from partway.propagation.plan import Origin, Plan, ScheduleSpan, text
 from partway.show.page.document import Section, Shown, document
 from partway.show.page.facts import Said, said
 from partway.show.page.markup import safe
 from partway.show.page.tables import find
 from partway.show.page.time import timeline_sections
-from partway.strategy.basics.units import human, lasting
-from partway.strategy.errors import StrategyError, shown
+from partway.strategy import StrategyError, shown
+from partway.strategy.basics import human, lasting
 
 LINES = 1000  # differing lines
 

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from partway.propagation.plan.plan import Plan
-from partway.requests.dtensors import is_dtensor, layout_now
+from partway.propagation.plan import Plan
+from partway.requests import is_dtensor, layout_now
 from partway.show.pictures.drawing import svg_of, text_of
 from partway.show.pictures.parts import LayoutParts, parts_of
-from partway.strategy import Layout, StrategyError
-from partway.strategy.basics.files import MARKS, save
-from partway.strategy.basics.units import human
-from partway.strategy.errors import shown
+from partway.strategy import Layout, StrategyError, shown
+from partway.strategy.basics import MARKS, human, save
 
 _SIZES = re.compile(r"(\w*)\[([\d, ]*)\]")
 

@@ -30,7 +30,7 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .85rem; }
 """
 
 
-def sheet(title: str, body: str, style: str = "", script: str = "") -> str:
+def sheet_of(title: str, body: str, style: str = "", script: str = "") -> str:
     """The page: `title` is text, `body` HTML."""
     return (
         f"{head(title, _STYLE + style, [script] if script else [])}<main>\n<h1>{safe(title)}</h1>\n{body}\n</main>\n"

@@ -7,17 +7,15 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 
-from partway.propagation.program.timeline import COMMUNICATION, COMPUTE, Span
-from partway.runtime.code import recorders as record
-from partway.runtime.launching.process import get_group_size, get_rank
+from partway.propagation.program import COMMUNICATION, COMPUTE, Span
+from partway.runtime import get_group_size, get_rank
+from partway.runtime import record_timeline as record_spans
 from partway.show.lanes import SCRIPT, STYLE, Lane, lanes_figure
 from partway.show.page.markup import safe
 from partway.show.page.time import lanes_of
-from partway.show.sheet import sheet
-from partway.strategy.basics.files import save
-from partway.strategy.basics.units import lasting
-from partway.strategy.errors import StrategyError, shown
-from partway.strategy.notation import counted
+from partway.show.sheet import sheet_of
+from partway.strategy import StrategyError, counted, shown
+from partway.strategy.basics import lasting, save
 
 
 class Timeline(list[Span]):
@@ -41,7 +39,7 @@ class Timeline(list[Span]):
         body = (
             f"{totals(sources)}\n{lanes_figure('Measured and predicted' if expected else 'Measured', beside(sources))}"
         )
-        save("the page", path, sheet(title, body, STYLE, SCRIPT))
+        save("the page", path, sheet_of(title, body, STYLE, SCRIPT))
 
 
 @contextlib.contextmanager
@@ -60,7 +58,7 @@ def record_timeline() -> Iterator[Timeline]:
     """
     timeline, spans = Timeline(), list[Span]()
     try:
-        with record.record_timeline() as spans:
+        with record_spans() as spans:
             yield timeline
     finally:
         timeline.extend(spans)

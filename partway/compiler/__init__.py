@@ -11,3 +11,23 @@ compiled.py                 a planned call, which makes its programs at the firs
 planning_lock.py            one thread plans at a time
 graphs_asked.py, graphs_record.py   PARTWAY_SAVE_GRAPHS: the result of each pass, in files
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partway.strategy.basics import at_first_use
+
+if TYPE_CHECKING:
+    from partway.compiler.graphs_asked import asked
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "graphs_asked": "asked",
+        },
+    )
+
+__all__ = [
+    "asked",
+]

@@ -16,7 +16,6 @@ from partway.compiler.graphs_record import Record
 from partway.compiler.passes import own_saved_tensors
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
-from partway.propagation.capture.any_size import AnySize
 from partway.propagation.capture.capture import CaptureOptions, capture, capture_any_size, capture_counting
 from partway.propagation.capture.export.tracing import Dims
 from partway.propagation.graph.graph import CalledHooks
@@ -25,7 +24,7 @@ from partway.propagation.graph.structure import Path, flatten_call, name_of
 from partway.requests.request import Request
 from partway.requests.user_rules import rules, text_of
 from partway.reuse.cache import cache_folder
-from partway.reuse.changing_sizes import CallSizes, Captured
+from partway.reuse.changing import CallSizes, Captured, Family
 from partway.reuse.effects import Effects
 from partway.reuse.state import State, warn_of_unwatched
 from partway.strategy import Layout, Mesh
@@ -105,51 +104,47 @@ def captured_call(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Ca
 
 def capture_call(call: CallInputs, record: Record) -> Captured:
     """Capture a call now. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
-    fn, state, effects = call.fn, *_before_capture(call)
-    with _around_capture(call, effects):
-        options = _capture_options(call, state)
+    fn, around = call.fn, record.capturing
+    with _capturing(call) as (state, effects, options):
         if call.numbers:
-            graph = capture_counting(fn, call.args, call.kwargs, call.numbers, options, effects, record.capturing)
+            graph = capture_counting(fn, call.args, call.kwargs, call.numbers, options, effects, around)
         else:
-            graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
+            graph = capture(fn, call.args, call.kwargs, options, call.values, effects, around)
     effects.check(graph.constants)
     return Captured(graph, _after_capture(fn, state, effects, graph.hooks, graph.read), effects)
 
 
-def capture_sizes(call: CallInputs, dims: Dims) -> tuple[AnySize, CaptureOptions, State, Effects]:
-    """The function of a call for all sizes of `dims`, the options of the capture, and the state and effects for a
-    Captured. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
-    fn, state, effects = call.fn, *_before_capture(call)
-    with _around_capture(call, effects):
-        options = _capture_options(call, state)
+def capture_sizes(call: CallInputs, dims: Dims) -> Family:
+    """The function of a call for all sizes of `dims`. Raises CaptureError, and StrategyError for constraints inside
+    that do not fit."""
+    fn = call.fn
+    with _capturing(call) as (state, effects, options):
         captured = capture_any_size(fn, call.args, call.kwargs, dims, not state.reached.asks.memory, options, effects)
     traced, hooks = captured.traced, captured.attempt.hooks.called()
     effects.check(traced.constants)
-    return captured, options, _after_capture(fn, state, effects, hooks, tuple(traced.read)), effects
-
-
-def _before_capture(call: CallInputs) -> tuple[State, Effects]:
-    state = State(call.fn)
-    warn_of_unwatched(call.fn, state)
-    return state, Effects(call.fn, state)
+    return Family(captured, options, _after_capture(fn, state, effects, hooks, tuple(traced.read)), effects)
 
 
 @contextlib.contextmanager
-def _around_capture(call: CallInputs, effects: Effects) -> Iterator[None]:
+def _capturing(call: CallInputs) -> Iterator[tuple[State, Effects, CaptureOptions]]:
+    """A block that captures a call, with the state that the function reads, its effects, and the options."""
+    state = State(call.fn)
+    warn_of_unwatched(call.fn, state)
+    effects, context = Effects(call.fn, state), call.context
+    gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
     with (
         own_saved_tensors(),
         constrained_modules(call.fn, call.request),
         on_mesh(call.given_mesh),
         afterwards(effects.finish),
     ):
-        yield
-
-
-def _capture_options(call: CallInputs, state: State) -> CaptureOptions:
-    context, gradients = call.context, torch.is_grad_enabled() or not state.reached.asks.gradients
-    return CaptureOptions(
-        context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late, returns_given=True
-    )
+        yield (
+            state,
+            effects,
+            CaptureOptions(
+                context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late, returns_given=True
+            ),
+        )
 
 
 def _after_capture(

@@ -28,11 +28,11 @@ from partway.propagation.plan.stored_graph import dump_graph, load_graph
 from partway.propagation.torch_internals import storage_key
 from partway.requests.request import engine_of
 from partway.reuse.cache import Files, software
-from partway.reuse.changing_sizes import Captured
+from partway.reuse.changing import Captured
 from partway.reuse.code_names import names_in
 from partway.reuse.effects import Effects
-from partway.reuse.facts import fact
 from partway.reuse.guard import modes
+from partway.reuse.kinds import fact
 from partway.reuse.libraries import is_installed
 from partway.reuse.portable import NotPortableError, digest
 from partway.reuse.state import State

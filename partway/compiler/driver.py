@@ -51,7 +51,7 @@ from partway.requests.planning_log import stage, telling
 from partway.requests.request import Request
 from partway.requests.user_rules import rules, text_of
 from partway.reuse.cache import Entry, cache_folder
-from partway.reuse.changing_sizes import CallSizes, Captured
+from partway.reuse.changing import CallSizes, Captured
 from partway.runtime.launching.process import get_rank
 from partway.strategy import Mesh, StrategyError, raise_problems
 from partway.strategy.errors import DoesNotFitError

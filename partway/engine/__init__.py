@@ -7,3 +7,26 @@ rank_facts.py       the facts that must be the same on every rank
 sharded.py, materialize.py, state_dicts.py
                     a sharded module: its class, its parameters, its state dicts
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partway.strategy.basics import at_first_use
+
+if TYPE_CHECKING:
+    from partway.engine.engine import attached_engine
+    from partway.engine.placing import settle
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "engine": "attached_engine",
+            "placing": "settle",
+        },
+    )
+
+__all__ = [
+    "attached_engine",
+    "settle",
+]

@@ -39,12 +39,11 @@ from partway.propagation.torch_internals import in_transform
 from partway.requests.dtensors import inputs_on, placed_as
 from partway.requests.request import ATTRIBUTE, Request, check_inference, check_tensors, engine_of
 from partway.requests.user_rules import rules, version
-from partway.reuse.changing_numbers import Numbers
-from partway.reuse.changing_sizes import CallSizes, Sizes
+from partway.reuse.changing import CallSizes, Numbers, Sizes
 from partway.reuse.code_names import Asks
 from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
-from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
+from partway.reuse.kinds import fact
 from partway.reuse.replanning import Signature, note_replanning
 from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched
@@ -366,7 +365,7 @@ class Engine:
         sizes = self._sizes.of(call, key, known) if self._sizes is not None and not call.numbers else None
         runner = self._new_course(courses, call, context, sizes=sizes)
         if not runner.compiled.plan.certificate.of_other_sizes:
-            served = (sizes.family is not None, sizes.why_not) if sizes else (False, "")
+            served = (sizes.alike is not None, sizes.why_not) if sizes else (False, "")
             note_replanning(name_of(self.fn), call.names, key, known, self.searched, *served)
             self.searched += 1
         return runner

@@ -461,3 +461,8 @@ def placing(mesh: Mesh | None = None) -> Placing:
     """The Placing of this process for calls on `mesh`. In a launched process it starts the process group if there is
     none."""
     return Launched(mesh) if launched() else Placing()
+
+
+def settle(module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Lay out parameters of `module`, by their names, on the processes of the job; nothing in simulation."""
+    placing().settle(module, layouts)

@@ -6,7 +6,7 @@ operand x_s is the derivative of L_0 + L_1 + ... with respect to x_s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -19,14 +19,6 @@ from partway.propagation.ops import by_hand
 from partway.strategy import OperatorError
 from partway.strategy.errors import shown
 from partway.strategy.place import Group, Place, manual_place
-
-REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
-    "mean": lambda stack: stack.mean(0),
-    "max": lambda stack: stack.amax(0),
-    "min": lambda stack: stack.amin(0),
-    "prod": lambda stack: stack.prod(0, dtype=stack.dtype),
-}  # of the stacked operands of all ranks
 
 
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
@@ -54,7 +46,7 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     if op in ("sum", "mean") or not _needs_gradient(x):
         result: Tensor = by_hand.all_reduce(x, op, axes, size)
         return result
-    return REDUCTIONS[op](by_hand.all_gather(x.unsqueeze(0), 0, axes, [1] * size))
+    return by_hand.REDUCTIONS[op](by_hand.all_gather(x.unsqueeze(0), 0, axes, [1] * size))
 
 
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[int] | None = None) -> Tensor:
@@ -101,7 +93,7 @@ def reduce_scatter(
         result: Tensor = by_hand.reduce_scatter(x, op, dim, axes, parts, own)
         return result
     back = x.unsqueeze(0)  # its pieces are sent along dim + 1, and the received ones are stacked
-    return REDUCTIONS[op](by_hand.all_to_all(back, dim + 1, 0, axes, parts, [1] * size, own))
+    return by_hand.REDUCTIONS[op](by_hand.all_to_all(back, dim + 1, 0, axes, parts, [1] * size, own))
 
 
 def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
@@ -218,9 +210,9 @@ def reduction(call: str, op: object) -> str:
     """The reduction `op`, given by name, as a ReduceOp or as torch.distributed's. Raises OperatorError for others."""
     name = op if isinstance(op, str) else _name_of_torch(op)
     word = _OTHER_NAMES.get(name.lower(), name.lower())
-    if word not in REDUCTIONS:
+    if word not in by_hand.REDUCTIONS:
         given = f"ReduceOp.{name}" if name and not isinstance(op, str) else shown(op)
-        raise OperatorError(f"{call}: op is {given}; write one of {', '.join(map(repr, REDUCTIONS))}")
+        raise OperatorError(f"{call}: op is {given}; write one of {', '.join(map(repr, by_hand.REDUCTIONS))}")
     return str(word)
 
 

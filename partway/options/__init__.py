@@ -10,3 +10,23 @@ validated once, or one ContextError that lists all problems.
 
 The functions that users call, and the two values in force, are in `partway.options.context`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partway.strategy.basics import at_first_use
+
+if TYPE_CHECKING:
+    from partway.options.context import current
+else:
+    __getattr__ = at_first_use(
+        __name__,
+        {
+            "context": "current",
+        },
+    )
+
+__all__ = [
+    "current",
+]

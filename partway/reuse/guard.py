@@ -23,7 +23,7 @@ from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, parameters_in
 from partway.requests.user_rules import version
 from partway.reuse.code_names import Asks
-from partway.reuse.facts import fact
+from partway.reuse.kinds import fact
 from partway.reuse.state import State
 from partway.runtime.torch_internals import as_object, spec_of, spec_or_none
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,27 +24,14 @@ from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.torch_internals import COMPILED_CALL, module_hooks
 from partway.requests.request import ATTRIBUTE
 from partway.reuse.code_names import Asks, Names, names_in
-from partway.reuse.contents import contents_of, is_unwatched
-from partway.reuse.facts import CONTAINERS, OPEN_TYPES, PLAIN
+from partway.reuse.kinds import CONTAINERS, OPEN, PLAIN, WHOLE, kind_of, unwatched
 from partway.reuse.libraries import is_closed, is_closed_type
 
-# Python modules that return another value at each call
-_UNWATCHED = {
-    "datetime": "clock",
-    "secrets": "source of random bytes",
-    "time": "clock",
-    "uuid": "source of random bytes",
-}
 # torch's own attributes, which the guard watches, and ours
 OWN_STORES = frozenset(vars(nn.Module())) | {COMPILED_CALL, ATTRIBUTE}
 _ALWAYS = frozenset({"forward"})  # runs although no code names it
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 _NO_STORE: Mapping[str, Any] = {}
-
-
-def _home(value: Any) -> str | None:
-    """The name of the Python module of a class or a function; of a module its own."""
-    return value.__name__ if isinstance(value, ModuleType) else value.__module__
 
 
 def _own_store(value: Any) -> Mapping[str, Any]:
@@ -56,6 +43,23 @@ def _own_store(value: Any) -> Mapping[str, Any]:
     return store if isinstance(store, dict) else _NO_STORE
 
 
+class Attribute:
+    """An attribute of an object, such as a slot or the contents of a cell, as the only item of a mapping."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self._of, self._name = of, name
+
+    def __getitem__(self, name: str) -> Any:
+        return object.__getattribute__(self._of, name)  # without a user's __getattr__
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._of, name, value)  # also of a frozen object, whose code has set it in the same way
+
+    def items(self) -> tuple[tuple[str, Any], ...]:
+        """Its name and value."""
+        return ((self._name, self[self._name]),)
+
+
 @dataclass
 class Owner:
     """An object with attributes.
@@ -64,7 +68,7 @@ class Owner:
     store    the dict of the attributes
     every    whether all of them count, or only those that code names
     kind     its type; None for a class or a Python module
-    static   that class or module, unless it is a library's
+    where    that class, or the module's dict, unless it is a library's
     seen     the attributes that were added
     """
 
@@ -72,7 +76,7 @@ class Owner:
     store: Mapping[str, Any]
     every: bool
     kind: type | None
-    static: Any = None
+    where: Any = None
     seen: set[str] = field(default_factory=set)
 
 
@@ -82,8 +86,7 @@ class Reachable:
     def __init__(self, fn: Callable[..., Any], observers: frozenset[int]) -> None:
         self.attributes = set(_ALWAYS)
         self.owners: list[Owner] = []
-        self.items: list[tuple[str, Mapping[Any, Any], Any]] = []  # a label, a store and a key
-        self.getters: list[tuple[str, Any, str]] = []  # a label, an object and an attribute: cells, slots
+        self.items: list[tuple[str, Any, Any]] = []  # a label, a store and a key
         self.globals: list[tuple[str, MutableMapping[str, Any], str]] = []  # those that code writes
         self.containers: list[tuple[str, Any]] = []
         self.environment = False  # whether code reads variables of the environment
@@ -121,40 +124,19 @@ class Reachable:
         self._waiting.append((value, label, every))
 
     def _look_into(self, value: Any, label: str, every: bool) -> None:
-        self._note(value, label.rstrip("."))
-        if (contents := contents_of(value)) is None:
-            self._look_at(value, label, every)
-        elif contents.whole:
-            self._reach_object(value, label, every=True)
-        else:
-            self.attributes |= contents.names
-            if contents.read is not None:
-                self.reads.append((label.rstrip("."), contents.read, contents.draws))
-            self._reach_all(contents.objects, label)
-            if not is_closed_type(type(value)):  # a user's subclass, with methods
-                self._reach_type(type(value))
-
-    def _note(self, value: Any, label: str) -> None:
-        """Note `value` if it cannot be watched."""
-        kind = type(value)
-        if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _UNWATCHED:
-            self.unwatched.append((label, _UNWATCHED[str(_home(value))]))
-        if is_unwatched(value):
-            self.unwatched.append((label, type(value).__name__))
-
-    def _look_at(self, value: Any, label: str, every: bool) -> None:
-        kind, engine = type(value), _own_store(value).get("_engine")
+        kind, engine, known = type(value), _own_store(value).get("_engine"), kind_of(value)
+        if word := unwatched(value):
+            self.unwatched.append((label.rstrip("."), word))
         if engine is not None and is_closed_type(type(engine)):  # a sharded function, or a manual function
             self.reach(engine.fn, label)
-        elif issubclass(kind, functools.partial):
-            self._reach_all((value.func, *value.args, *value.keywords.values()), label)
-        elif issubclass(kind, MethodType):
-            self._reach_all((value.__func__, value.__self__), label)
-        elif issubclass(kind, staticmethod | classmethod):
+        elif known is not None:
+            self.attributes |= {*known.names(value)}
             self._creates |= issubclass(kind, classmethod)
-            self.reach(value.__func__, label)
-        elif issubclass(kind, property | functools.cached_property):
-            self._reach_all((getattr(value, "fget", None), getattr(value, "func", None)), label)
+            if known.read is not None:
+                self.reads.append((label.rstrip("."), functools.partial(known.read, value), known.draws))
+            self._reach_all(known.inside(value), label)
+            if not is_closed_type(kind):  # a user's subclass, with methods
+                self._reach_type(kind)
         elif issubclass(kind, FunctionType):
             self._reach_function(value)
         elif issubclass(kind, CONTAINERS):
@@ -167,9 +149,9 @@ class Reachable:
             )
         elif issubclass(kind, ModuleType):
             if not is_closed(value.__name__):
-                self.owners.append(Owner(f"{value.__name__}.", vars(value), False, None, value))
-        elif issubclass(kind, nn.Module) or every or issubclass(kind, OPEN_TYPES) or not is_closed_type(kind):
-            self._reach_object(value, label, every)
+                self.owners.append(Owner(f"{value.__name__}.", vars(value), False, None, vars(value)))
+        elif every or issubclass(kind, (nn.Module, *OPEN, *WHOLE)) or not is_closed_type(kind):
+            self._reach_object(value, label, every or issubclass(kind, WHOLE))
 
     def _reach_all(self, values: Any, label: str) -> None:
         for value in values:
@@ -187,8 +169,7 @@ class Reachable:
             for name, slot in vars(cls).items():
                 if isinstance(slot, MemberDescriptorType) and not name.startswith("__"):
                     with suppress(AttributeError):  # empty so far
-                        self.reach(slot.__get__(value), f"{label}{name}.")
-                        self.getters.append((f"{label}{name}", value, name))
+                        self._add(f"{label}{name}", Attribute(value, name), name)
 
     def _reach_type(self, cls: type) -> None:
         if id(cls) in self._types:
@@ -221,13 +202,8 @@ class Reachable:
             if attributes := vars(fn):
                 self.owners.append(Owner(f"{fn.__qualname__}.", attributes, False, FunctionType))
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # empty so far
-                continue
-            label = f"{name} of {fn.__qualname__}"
-            self.getters.append((label, cell, "cell_contents"))
-            self.reach(value, f"{label}.")
+            with suppress(ValueError):  # empty so far
+                self._add(f"{name} of {fn.__qualname__}", Attribute(cell, "cell_contents"), "cell_contents")
         self._reach_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), f"{fn.__qualname__}.")
         self.reach(getattr(fn, "__wrapped__", None), "")
 
@@ -261,6 +237,6 @@ class Reachable:
                     owner.seen.add(name)
                     self._add(f"{owner.label}{name}", owner.store, name)
 
-    def _add(self, label: str, store: Mapping[Any, Any], key: Any) -> None:
-        self.items.append((label, store, key))
+    def _add(self, label: str, store: Any, key: Any) -> None:
         self.reach(store[key], f"{label}.")
+        self.items.append((label, store, key))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from partway.propagation.capture.hooks import tracks
 from partway.propagation.graph.structure import Same, name_of
 from partway.propagation.torch_internals import buffers_in, module_hooks, modules_in, version_of
-from partway.reuse.facts import PLAIN, fact, likeness
+from partway.reuse.kinds import PLAIN, containers_in, fact, likeness
 from partway.reuse.reachable import Reachable
 
 _CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -47,21 +47,15 @@ class State:
         self.observers, self.kept, self.read = observers, kept, read
         self._versions = [*map(_version, read)]
         reached = self.reached = Reachable(fn, observers)
-        items = [(label, store, key) for label, store, key in reached.items if label not in kept]
+        items = [(store, key) for label, store, key in reached.items if label not in kept]
         self._own = [(store, key, likeness(store[key])) for label, store, key in reached.items if label in kept]
-        self._stores, self._keys = [store for _, store, _ in items], [key for _, _, key in items]
+        self._stores, self._keys = [store for store, _ in items], [key for _, key in items]
         self._values = [*map(getitem, self._stores, self._keys)]
-        self._cells = [
-            (owner, name, getattr(owner, name)) for label, owner, name in reached.getters if label not in kept
-        ]
-        self._own_cells = [
-            (owner, name, likeness(getattr(owner, name))) for label, owner, name in reached.getters if label in kept
-        ]
         self._reads = [(label, read, fact(read())) for label, read, draws in reached.reads if not draws]
         self._functions = reached.functions
         self._codes = [*chain.from_iterable(map(_CODE, reached.functions))]
         # a new name may hide one that is read: an instance's hides its class's, a class's its base's
-        owned = [own.store for own in reached.owners if own.kind is not None or isinstance(own.static, type)]
+        owned = [own.store for own in reached.owners if own.kind is not None or isinstance(own.where, type)]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
         inside = [value for label, value in reached.containers if label not in kept and not isinstance(value, tuple)]
@@ -91,9 +85,10 @@ class State:
         for label, store, key in reached.items:
             fact_of = likeness if label in self.kept else fact
             facts[_numbered(label, places)] = fact_of(store[key])
-        for label, value, name in reached.getters:
-            fact_of = likeness if label in self.kept else fact
-            facts[_numbered(label, places)] = fact_of(getattr(value, name))
+        within = {id(one) for _, store, key in reached.items for one in containers_in(store[key])}
+        for label, value in reached.containers:  # those in a partial or in another object that hides its contents
+            if id(value) not in within and value:
+                facts[_numbered(label, places)] = (likeness if label in self.kept else fact)(value)
         for label, _, value_before in self._reads:
             facts[_numbered(label, places)] = value_before
         facts[_VALUES] = _versioned(self.read, self._versions)
@@ -110,13 +105,11 @@ class State:
                 and not any(self._empty)
                 and all(map(is_, chain.from_iterable(self._views), self._elements))
                 and (self._environment is None or self._environment == _environment())
-                and (not self._cells or all(getattr(owner, name) is value for owner, name, value in self._cells))
                 and all(map(is_, chain.from_iterable(map(_CODE, self._functions)), self._codes))
                 and (not self.read or [*map(_version, self.read)] == self._versions)
                 and all(fact(read()) == before for _, read, before in self._reads)
                 and (all(map(is_, map(getitem, self._stores, self._keys), self._values)) or self._are_like_before())
                 and all(likeness(store[key]) == fact for store, key, fact in self._own)
-                and all(likeness(getattr(owner, name)) == fact for owner, name, fact in self._own_cells)
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # an object was removed
             return False
@@ -154,11 +147,13 @@ class State:
 
 
 def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
-    """Warn of values that `fn` can read and that cannot be watched."""
-    for label, kind in dict.fromkeys(state.reached.unwatched):
+    """Warn of values that `fn` can read and whose changes are not noticed."""
+    if state.reached.unwatched:
+        read = dict.fromkeys(f"{label}, a {kind}" for label, kind in state.reached.unwatched)
         warnings.warn(
-            f"{name_of(fn)} reads {label}, a {kind}, whose values cannot be watched: they are taken once, when a call "
-            "is planned; make it a tensor in a buffer, or an argument",
+            f"{name_of(fn)} reads {'; '.join(read)}, whose changes are not noticed: the values are taken once, when a "
+            "call is planned, and what is written there is not written again; make it a tensor in a buffer, or an "
+            "argument",
             stacklevel=6,
         )
 

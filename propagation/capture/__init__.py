@@ -4,7 +4,7 @@ The input is a callable, its arguments and, if it may ask for them, the values o
 Graph, or a CaptureError that names the caller's line. Start with capture.py, which lists the passes.
 
     capture.py          the passes, and the inputs and outputs of a graph
-    any_size.py         one capture for all sizes of some dims, and its graph at each; counted.py: for all integers
+    symbols.py          one capture for all sizes of some dims, and its graph at each; one graph for all integers
     hooks.py            hooks of tensors and modules, as operators
     initialisers.py     the graph that initialises a module's tensors
     export/             one call through torch.export

@@ -12,6 +12,7 @@ conditions, then numbers as well. Where it raises on an assumed answer, the othe
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,6 @@ from ..rules.layers.padded_convolution import absorb
 from ..rules.layers.recurrent import true_states
 from ..rules.table import expand
 from ..torch_internals import graph_module
-from .any_size import AnySize, OtherSizesError, any_size
-from .counted import at_numbers, counted
 from .export.failures import Undecided
 from .export.preparation import check_dtypes, drawing_nothing, warn_of_updates
 from .export.questions import Answerable, Answering
@@ -43,6 +42,7 @@ from .hooks import Hooks
 from .rewrites.autograd_functions import adopt
 from .rewrites.cleanup import leave_meta, name_manuals, prune
 from .rewrites.control_flow import flatten_control
+from .symbols import AnySize, OtherSizesError, any_size, counted
 
 Pass = Callable[[fx.GraphModule], None]
 Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
@@ -129,23 +129,42 @@ def capture_any_size(
 
     Raises CaptureError where `capture` does, and where `fn` asks for values.
     """
-    call = flatten_call(fn, args, kwargs)
-    args, kwargs = call.build([t.contiguous() if dense and t.layout is torch.strided else t for t in call.tensors])
+    return _with_symbols(fn, flatten_call(fn, args, kwargs), changing, dense, options, effects)
+
+
+def _with_symbols(
+    fn: Callable[..., Any],
+    call: Call,
+    changing: Dims,
+    dense: bool,
+    options: CaptureOptions,
+    effects: EffectListener | None,
+) -> AnySize:
+    """Capture `fn` with symbols for the sizes `changing`, and compare the graph at those of `call` with that of a
+    capture without symbols."""
     effects = effects or NoEffects()
+    given = tuple(t.contiguous() if dense and t.layout is torch.strided else t for t in call.tensors)
+    args, kwargs = call.build(given)
     plain = capture(fn, args, kwargs, options, effects=effects)
     effects.finish()
-    attempt = _attempt(fn, call, None, options, effects, checked=True)
-    try:
+    attempt = replace(_attempt(fn, call, None, options, effects, checked=True), changing=changing, dense=dense)
+    with _no_other_sizes():
         with drawing_nothing(None):
-            attempt = replace(attempt, changing=changing, dense=dense)
             captured = any_size(attempt, trace(attempt))
         if captured.dims:
-            _check_alike(graph_at(captured, args, kwargs, options), plain)
+            _check_alike(_graph_at(captured, replace(call, tensors=given), options, applied), plain)
+    return captured
+
+
+@contextlib.contextmanager
+def _no_other_sizes() -> Iterator[None]:
+    """A block in which everything that a graph with symbols lacks is a CaptureError."""
+    try:
+        yield
     except OtherSizesError as error:
         raise CaptureError(str(error)) from error
     except Undecided as error:
         raise CaptureError(str(error)) from error.__cause__
-    return captured
 
 
 def capture_counting(
@@ -165,25 +184,20 @@ def capture_counting(
     call = flatten_call(fn, args, kwargs).counting(numbers)
     if call is None:
         raise CaptureError(f"a number of {name_of(fn)} is none, or less than 2")
-    effects = effects or NoEffects()
-    plain = capture(fn, args, kwargs, options, effects=effects)
-    if plain.hooks.by_number:
+    first = len(call.tensors) - call.numbers
+    changing = frozenset((place, 0) for place in range(first, len(call.tensors)))
+    captured = _with_symbols(fn, call, changing, False, options, effects)
+    given = [int(number) for number in call.tensors[first:]]
+    for place, _ in sorted(changing - captured.dims):
+        raise CaptureError(f"it counts on the number {given[place - first]}")
+    if captured.attempt.hooks.called().by_number:
         raise CaptureError("it has hooks that run in each call")
-    effects.finish()
-    attempt = _attempt(fn, call, None, options, effects, checked=True)
-    try:
-        with drawing_nothing(None):
-            traced = trace(attempt)
-            known = at_numbers(attempt, traced)
-            traced, counts = counted(attempt, traced)
-            if not counts.hold(attempt.numbers):
-                raise CaptureError(f"what it computes of {attempt.numbers} is larger than a tensor holds")
-            _check_alike(_checked(_graph(checked(known, fn), attempt, options, applied), known), plain)
-        return replace(_checked(_graph(traced, attempt, options, around), traced), counts=counts)
-    except OtherSizesError as error:
-        raise CaptureError(str(error)) from error
-    except Undecided as error:
-        raise CaptureError(str(error)) from error.__cause__
+    with _no_other_sizes():
+        traced, counts = counted(captured)
+        if not counts.hold(given):
+            raise CaptureError(f"what it computes of {given} is larger than a tensor holds")
+        graph = _graph(traced, replace(captured.attempt, call=call), options, around)
+        return replace(_checked(graph, traced), counts=counts)
 
 
 def graph_at(
@@ -195,10 +209,13 @@ def graph_at(
 ) -> Graph:
     """The graph of a call of a function captured for any size, with the same `options`. Raises OtherSizesError where a
     capture of the call might give another graph."""
-    fn = captured.attempt.fn
-    attempt, traced = captured.at(flatten_call(fn, args, kwargs))
+    return _graph_at(captured, flatten_call(captured.attempt.fn, args, kwargs), options, around)
+
+
+def _graph_at(captured: AnySize, call: Call, options: CaptureOptions, around: Around) -> Graph:
+    attempt, traced = captured.at(call)
     try:
-        return _checked(_graph(checked(traced, fn), attempt, options, around), traced)
+        return _checked(_graph(checked(traced, attempt.fn), attempt, options, around), traced)
     except Undecided as error:
         raise OtherSizesError(str(error)) from error
 

@@ -8,3 +8,31 @@ cost.py          seconds of a collective and of an operator by these figures, an
 conversion.py    `ConversionTable`: the cost of every conversion between two layouts of one tensor, and the steps of
                  the cheapest chain
 """
+
+from __future__ import annotations
+
+from .cost import kind_of_call, name_of_call, steps
+from .profile import ALONE, ByKind, DeviceProfile, NetworkLevel, PeakRates, Sources, Together, profile_of
+from .rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
+
+__all__ = [
+    "ALONE",
+    "KNEES",
+    "OTHER",
+    "POINTWISE",
+    "VIEW",
+    "ByKind",
+    "DeviceProfile",
+    "Floats",
+    "NetworkLevel",
+    "OperatorRates",
+    "PeakRates",
+    "Rates",
+    "Sources",
+    "Together",
+    "features_of",
+    "kind_of_call",
+    "name_of_call",
+    "profile_of",
+    "steps",
+]

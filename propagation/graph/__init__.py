@@ -11,3 +11,20 @@ A graph is defined here; `capture/` makes it, and all later rooms read it. Nothi
                    another node inherits it
     printer.py     the text of a graph, for everything that prints one
 """
+
+from __future__ import annotations
+
+from .nodes import computed_again, is_persons, operator_of
+from .port import Role
+from .structure import Call, check_call, flatten_call, name_of
+
+__all__ = [
+    "Call",
+    "Role",
+    "check_call",
+    "computed_again",
+    "flatten_call",
+    "is_persons",
+    "name_of",
+    "operator_of",
+]

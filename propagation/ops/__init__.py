@@ -19,3 +19,11 @@ kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rule
     registration.py         defines an operator with its kernel, its fake form and its derivative
     dtypes.py               the dtypes in which operators accumulate
 """
+
+from __future__ import annotations
+
+from . import by_hand
+
+__all__ = [
+    "by_hand",
+]

@@ -32,7 +32,7 @@ processes of a launcher run them (`runtime/`). None is dropped if its result is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,14 @@ from torch.fx.node import has_side_effect
 
 from ...strategy.errors import StrategyError
 from .registration import define
+
+REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "mean": lambda stack: stack.mean(0),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+    "prod": lambda stack: stack.prod(0, dtype=stack.dtype),
+}  # of the stacked operands of all ranks
 
 
 def _sized(x: Tensor, sizes: dict[int, int]) -> Tensor:

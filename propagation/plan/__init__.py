@@ -14,3 +14,26 @@ replay          whether a plan fits a graph, and the Solution that it stands for
 stored, forms   plans and programs as data for the cache: how they are written and read, and the table of their forms
 stored_graph    a captured graph as data
 """
+
+from __future__ import annotations
+
+from .alternatives import Alternatives, Origin, ScheduleSpan
+from .data import Memory, OperatorPlan, PlanData, Producer, ProducerKind, TensorPlan
+from .plan import Plan
+from .planned_graph import placed_reads
+from .report import text
+
+__all__ = [
+    "Alternatives",
+    "Memory",
+    "OperatorPlan",
+    "Origin",
+    "Plan",
+    "PlanData",
+    "Producer",
+    "ProducerKind",
+    "ScheduleSpan",
+    "TensorPlan",
+    "placed_reads",
+    "text",
+]

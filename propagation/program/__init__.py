@@ -16,3 +16,20 @@ local operators and conversions, the same on every rank, in which every collecti
 
 The operators of conversions are in `ops/collectives.py`, the table of collective kinds in `ops/collectives.py`.
 """
+
+from __future__ import annotations
+
+from .collective import PHASES, Collective
+from .program import Program
+from .schedule import Meter
+from .timeline import COMMUNICATION, COMPUTE, Span
+
+__all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
+    "PHASES",
+    "Collective",
+    "Meter",
+    "Program",
+    "Span",
+]

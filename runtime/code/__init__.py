@@ -8,3 +8,11 @@ The input is a graph of a `Program`; the output is a Python function of tensors,
     sections.py         the stretches of a program between meetings of ranks
     recorders.py        records of collectives and timelines
 """
+
+from __future__ import annotations
+
+from .slices import part_of
+
+__all__ = [
+    "part_of",
+]

@@ -6,3 +6,12 @@ couriers.py         values that cross from one mesh to another
 waiting.py          gradients whose reductions wait
 peak.py             the bytes that a rank holds while a step runs, from its graphs
 """
+
+from __future__ import annotations
+
+from .issue import all_gather, reduce_scatter
+
+__all__ = [
+    "all_gather",
+    "reduce_scatter",
+]

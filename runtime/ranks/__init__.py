@@ -6,3 +6,19 @@ ledger.py           the comparison while steps run; replicas.py: of parameters a
 stragglers.py       the ranks that others wait for; device_memory.py: the memory of each rank's device
 world.py            values that are kept as long as a process group lasts
 """
+
+from __future__ import annotations
+
+from .agreement import gathered
+from .answering import AnsweringStore
+from .doing import first_line, named
+from .replicas import differing, holders
+
+__all__ = [
+    "AnsweringStore",
+    "differing",
+    "first_line",
+    "gathered",
+    "holders",
+    "named",
+]

@@ -232,9 +232,9 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a plan for other sizes or numbers is used although its guards do not hold",
-        "propagation/capture/any_size.py",
+        "propagation/capture/symbols.py",
         "        if not least <= size <= most:", "        if False:",
-        "propagation/capture/test_any_size.py::test_a_size_that_takes_another_branch_is_refused",
+        "propagation/capture/test_symbols.py::test_a_size_that_takes_another_branch_is_refused",
     ),
     (
         "a plan for other options is read from disk",

@@ -756,7 +756,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "propagation/capture/rewrites/one_by_one.py",
             (
                 "calls with numbers of other types differ",
-                "self.kind = node.target, text,", 'self.kind = node.target, text.replace(".0", ""),',
+                "(node.target, text, tuple(", '(node.target, text.replace(".0", ""), tuple(',
                 "propagation/capture/rewrites/test_one_by_one.py"
                 "::test_calls_of_one_operator_are_of_one_kind_only_where_they_are_written_alike[numbers]",
             ),

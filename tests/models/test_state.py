@@ -250,7 +250,7 @@ def test_attributes_whose_names_are_made_up_may_change(read: Callable[[Any], flo
 
 def test_a_clock_that_is_read_is_said() -> None:
     sharded = pw.shard(lambda x: x + 0 * time.time(), mesh={"x": 2})
-    with pytest.warns(UserWarning, match="reads global time, a clock, whose values cannot be watched"):
+    with pytest.warns(UserWarning, match="reads global time, a clock, whose changes are not noticed"):
         sharded(X)
 
 
@@ -378,6 +378,18 @@ def test_a_tensor_that_is_carried_on_is_refused() -> None:
             return x * self.state
 
     with pytest.raises(pw.CaptureError, match="Carries keeps a tensor in state from one call to the next, which would"):
+        pw.shard(Carries(), mesh={"x": 2})(X)
+
+
+def test_a_tensor_that_is_carried_on_in_a_class_is_refused() -> None:
+    class Carries(nn.Module):
+        state: Any = torch.zeros(8, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            Carries.state = Carries.state + x.sum(0)
+            return x * Carries.state
+
+    with pytest.raises(pw.CaptureError, match=r"Carries keeps a tensor in .*Carries\.state from one call to the next"):
         pw.shard(Carries(), mesh={"x": 2})(X)
 
 
@@ -810,7 +822,7 @@ def test_an_array_that_cannot_be_watched_is_said() -> None:
 
     table = np.ones(2**16)
     f = pw.shard(lambda x: x * float(table[0]), mesh={"x": 2})
-    with pytest.warns(UserWarning, match="reads table of .*<lambda>, a ndarray, whose values cannot be watched"):
+    with pytest.warns(UserWarning, match="reads table of .*<lambda>, a ndarray, whose changes are not noticed"):
         f(X)
 
 

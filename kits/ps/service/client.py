@@ -27,7 +27,7 @@ from partway.ps.service.server import Changes, Moved, PushedGradients
 from partway.ps.service.shelf import Full
 from partway.ps.service.update import OptimizerMaker
 from partway.ps.service.wire import array_of, copy_into, tensor_of
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
 
 logger = logging.getLogger("partway.ps")
 _BEAT = 1.0  # seconds between two signs of life

@@ -30,9 +30,9 @@ from partway.ps.service.job import Job
 from partway.ps.service.server import Server
 from partway.ps.service.shelf import Full
 from partway.ps.service.update import OptimizerMaker
-from partway.runtime.launching.launchers import is_local
-from partway.strategy.basics.extras import install_extra
-from partway.strategy.errors import RuntimeStateError
+from partway.runtime.launching import is_local
+from partway.strategy import RuntimeStateError
+from partway.strategy.basics import install_extra
 
 SPACE, COORDINATOR = "partway-ps", "coordinator"
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}

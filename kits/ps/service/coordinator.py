@@ -26,7 +26,7 @@ from partway.ps.service.pieces import assign
 from partway.ps.service.server import StepDecision
 from partway.ps.service.shelf import open_shelf, viewing
 from partway.ps.service.update import OptimizerMaker
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
 
 logger = logging.getLogger("partway.ps")
 _LOOK = 0.2  # seconds between two looks

@@ -29,13 +29,18 @@ from typing import Any
 from partway.ps.service import cluster, settings
 from partway.ps.service.cluster import COORDINATOR, Gone, Link, Node, Site
 from partway.ps.service.coordinator import ClusterSize
-from partway.runtime.launching import door, security
-from partway.runtime.launching.certificates import Identity, pem_of
-from partway.runtime.launching.interfaces import addresses as addresses_here
-from partway.runtime.launching.interfaces import from_here
-from partway.runtime.launching.launchers import number, tell_ready
-from partway.runtime.launching.scheduler import AGAIN, seconds_of
-from partway.strategy.errors import RuntimeStateError
+from partway.runtime.launching import (
+    AGAIN,
+    Identity,
+    interfaces,
+    number,
+    pem_of,
+    seconds_of,
+    secret,
+    security,
+    tell_ready,
+)
+from partway.strategy import RuntimeStateError
 
 VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 ROLES = ("MS_SCHED", "MS_PSERVER", "MS_WORKER")
@@ -133,9 +138,8 @@ def _plan(workers: int) -> ClusterSize:
 
 def protect(site: Site) -> None:
     """Set Ray's options of security: the token, and TLS."""
-    secret = door.secret() or None
     kept = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser()
-    cluster.prepare(site.host, cluster.token_of(secret, site.host, kept), _tls(site))
+    cluster.prepare(site.host, cluster.token_of(secret() or None, site.host, kept), _tls(site))
 
 
 def _tls(site: Site) -> dict[str, str]:
@@ -173,7 +177,7 @@ def check_address(identity: Identity, site: Site) -> None:
     from cryptography import x509
 
     chain = pem_of(identity)[1]
-    own = "127.0.0.1" if site.is_local else from_here(socket.gethostbyname(site.host))
+    own = "127.0.0.1" if site.is_local else interfaces.from_here(socket.gethostbyname(site.host))
     try:
         names = x509.load_pem_x509_certificate(chain).extensions.get_extension_for_class(x509.SubjectAlternativeName)
         addresses = [str(each) for each in names.value.get_values_for_type(x509.IPAddress)]
@@ -310,7 +314,7 @@ def _is_of_head(site: Site) -> bool:
     if site.is_local:
         return True
     try:
-        return socket.gethostbyname(site.host) in set(addresses_here().values())
+        return socket.gethostbyname(site.host) in set(interfaces.addresses().values())
     except OSError:
         return False
 

@@ -27,7 +27,7 @@ from partway.ps.service.pieces import Parameter, RowRange
 from partway.ps.service.shelf import Record, ShelfSnapshot, open_shelf, viewing
 from partway.ps.service.update import OptimizerMaker, ServerShard, Table, is_of_rows
 from partway.ps.service.wire import array_of, bytes_of, name_of, tensor_from, tensor_of
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
 
 Values = dict[str, Any]  # arrays by the keys of pieces
 _LEAST_JOURNAL = 2**20  # bytes of rows beside a piece of a table before it is rewritten

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
 
 
 @dataclass(frozen=True)

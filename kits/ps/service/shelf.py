@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
 
 DURABILITIES = ("process", "disk", "memory")
 _ROOM = 2**26  # bytes reserved at once, if there are as many

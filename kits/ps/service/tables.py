@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from partway.ps.service.client import Pushed
-from partway.strategy.errors import RuntimeStateError
+from partway.strategy import RuntimeStateError
 
 Embedding = nn.Embedding | nn.EmbeddingBag
 Pull = Callable[[Tensor], Tensor]  # rows by their numbers, ascending

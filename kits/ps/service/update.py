@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from partway.ps.service.pieces import Parameter, RowRange
-from partway.runtime.tensors.optimizers import by_element
+from partway.runtime.tensors import by_element
 
 Options = Mapping[str, Any]  # of a group of parameters: lr and so on
 

@@ -13,12 +13,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from partway.propagation.plan.data import PlanData
+from partway.propagation.plan import PlanData
 from partway.show.lanes import SCRIPT as LANES
 from partway.show.page import tables
 from partway.show.page.facts import CODES, KINDS, Said, facts
 from partway.show.page.markup import head, safe
-from partway.strategy.basics.units import human, lasting
+from partway.strategy.basics import human, lasting
 
 PART = 2000  # operators, or collectives, that a browser reads at once
 

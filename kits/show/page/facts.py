@@ -12,16 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from partway.propagation.graph.port import Role
-from partway.propagation.plan.alternatives import Alternatives
-from partway.propagation.plan.data import PlanData, Producer, ProducerKind
-from partway.propagation.plan.planned_graph import placed_reads
-from partway.propagation.program.collective import Collective
+from partway.propagation.graph import Role
+from partway.propagation.plan import Alternatives, PlanData, Producer, ProducerKind, placed_reads
+from partway.propagation.program import Collective
 from partway.show.page.outline import Group, module_of, outline
 from partway.show.pictures.drawing import svg_of
 from partway.show.pictures.parts import parts_of
-from partway.strategy.errors import StrategyError, shown
-from partway.strategy.placement import Kind
+from partway.strategy import Kind, StrategyError, shown
 
 PICTURES = 240  # drawn layouts of tensors, the most frequent ones
 DRAWN_DEVICES = 65_536  # with more devices a picture is in words

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from html import escape
 
-from partway.strategy.basics.files import MARKS
+from partway.strategy.basics import MARKS
 
 
 def safe(words: object) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partway.propagation.plan.data import OperatorPlan, PlanData, TensorPlan
-from partway.propagation.program.collective import Collective
+from partway.propagation.plan import OperatorPlan, PlanData, TensorPlan
+from partway.propagation.program import Collective
 
 MOST = 40  # children of a group
 

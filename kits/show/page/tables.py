@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from partway.propagation.graph.port import Role
-from partway.propagation.plan.data import Memory, PlanData, TensorPlan
-from partway.propagation.program.collective import PHASES, Collective
+from partway.propagation.graph import Role
+from partway.propagation.plan import Memory, PlanData, TensorPlan
+from partway.propagation.program import PHASES, Collective
 from partway.show.page.facts import Said, like, pattern
 from partway.show.page.markup import safe
 from partway.show.page.outline import Group, outline
-from partway.strategy.basics.units import human, lasting
-from partway.strategy.notation import counted
+from partway.strategy import counted
+from partway.strategy.basics import human, lasting
 
 ROWS = 30  # rows of a table; the rest is summed up
 STACK = ("#8fbdf0", "#f6b566", "#7fd3c6", "#c3a8ee", "#f2a9c4", "#c9d67f", "#d4d9e1", "#e59a86", "#9fb4c9")

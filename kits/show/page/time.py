@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from partway.propagation.plan.alternatives import ScheduleSpan
+from partway.propagation.plan import ScheduleSpan
 from partway.show.lanes import STYLE, Lane, LaneSpan, lanes_figure
 from partway.show.page.document import Section
-from partway.strategy.basics.units import human
-from partway.strategy.errors import StrategyError, shown
+from partway.strategy import StrategyError, shown
+from partway.strategy.basics import human
 
 MOST = 600  # spans of a lane; if there are more, short ones are drawn together with their neighbours
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partway.show.pictures.parts import LayoutParts, Panel, listed
-from partway.strategy.cut import Span
+from partway.strategy import Span
 
 MOST = 16  # rows and columns of a picture; of more the first and the last
 _WIDE, _HIGH, _LEAST = 480.0, 220.0, 22.0  # a grid in the SVG, and its smallest box, in pixels

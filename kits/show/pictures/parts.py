@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from partway.strategy.cut import Span
-from partway.strategy.errors import StrategyError
-from partway.strategy.layout import Layout
-from partway.strategy.placement import PARTIAL_MAX, Partial, Shard
+from partway.strategy import PARTIAL_MAX, Layout, Partial, Shard, Span, StrategyError
 
 _MOST_GROUPS = 4  # groups in a text, of devices with the same addends
 

@@ -97,7 +97,7 @@ class Attempt:
     checked         whether torch.distributions check their parameters
     gradients       whether gradients are enabled
     returns_given   whether tensors of the call that it returns in an object are no results
-    changing        the dims that have symbols for sizes (any_size.py)
+    changing        the dims that have symbols for sizes (symbols.py)
     dense           whether to trace with contiguous tensors, as the function does not ask for strides
     """
 
@@ -192,7 +192,7 @@ def _exported(
     ):
         given = attempt.call.tensors
         example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
-        example = (*example[: len(given) - attempt.call.numbers], *map(_of_size, attempt.numbers))
+        example = (*example[: len(given) - attempt.call.numbers], *map(of_size, attempt.numbers))
         if attempt.dense:
             example = tuple(_dense(t).requires_grad_(t.requires_grad) for t in example)
         warnings.simplefilter("ignore")
@@ -214,7 +214,7 @@ def _exported(
             return *write_out(_without_questions(program)), program.constants, read
 
 
-def _of_size(number: int) -> torch.Tensor:
+def of_size(number: int) -> torch.Tensor:
     """An empty tensor whose size stands for a number: torch.export has symbols only for sizes."""
     return torch.empty(number, 0)
 
@@ -225,11 +225,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _symbolic(attempt: Attempt) -> Any:
     """The dims with symbols for sizes, as the `dynamic_shapes` of torch.export."""
-    places = range(len(attempt.call.tensors))
-    changing = attempt.changing | {(place, 0) for place in places[len(places) - attempt.call.numbers :]}
-    if not changing:
+    if not attempt.changing:
         return None
-    return (tuple({dim: Dim.AUTO for place, dim in changing if place == here} for here in places),)
+    places = range(len(attempt.call.tensors))
+    return (tuple({dim: Dim.AUTO for place, dim in attempt.changing if place == here} for here in places),)
 
 
 def _without_given(

@@ -8,6 +8,7 @@ continue as in a trace of the whole program, since each call takes as many names
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
     """The graph of a program with its calls decomposed."""
     made, env = fx.Graph(), dict[fx.Node, Any]()
     inputs = exported.graph.find_nodes(op="placeholder")
-    kinds: dict[Any, _Written] = {}
+    kinds: dict[Any, tuple[fx.Node, fx.Graph]] = {}  # the first call of each kind, and its decomposition
     with tracing_calls(inputs[0].meta["val"].fake_mode, composite, others) as trace:
         for node in exported.graph.nodes:
             if node.op == "placeholder":
@@ -67,10 +68,11 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
             elif node.target is operator.getitem:
                 env[node] = env[node.args[0]][node.args[1]]
             else:
-                call = _TracedCall(node, env)
-                if call.kind not in kinds:
-                    kinds[call.kind] = _Written(node, trace(call.run, call.examples(), node))
-                env[node] = kinds[call.kind].copy(made, call)
+                arguments, operands, kind = _call(node, env)
+                if kind not in kinds:
+                    run = functools.partial(_run, node.target, arguments, operands)
+                    kinds[kind] = node, trace(run, [_example(operand.meta["val"]) for operand in operands], node)
+                env[node] = _copied(made, *kinds[kind], node, operands)
     made.eliminate_dead_code()
     return made
 
@@ -78,7 +80,7 @@ def _written(exported: ExportedProgram, composite: Mapping[Any, Any], others: Ma
 def _repeats(graph: fx.Graph) -> bool:
     """Whether the calls of a graph repeat often enough, on average."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-    kinds = {_TracedCall(node, {each: each for each in node.all_input_nodes}).kind for node in calls}
+    kinds = {_call(node, {each: each for each in node.all_input_nodes})[2] for node in calls}
     return len(calls) >= _CALLS_OF_A_KIND * len(kinds)
 
 
@@ -115,42 +117,21 @@ def _is_plain_tensor(val: Any) -> bool:
     )
 
 
-class _ResultPlace:
-    """The place of an operand in a call, whose repr stands for the operand."""
+def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, list[fx.Node], Any]:
+    """The arguments of a call in the decomposed graph; the operands among them, each once (two may be one node, for
+    example after a cast to the same dtype); and its kind: calls of one kind have the same decomposition."""
+    arguments: Any = map_arg((node.args, node.kwargs), env.__getitem__)
+    operands = list(dict.fromkeys(each for each in tree_leaves(arguments) if isinstance(each, fx.Node)))
+    if not isinstance(node.target, OpOverload):
+        return arguments, operands, node  # each region is its own kind
+    text = repr(map_arg(arguments, lambda operand: ("operand", operands.index(operand))))  # 1, 1.0 and True differ
+    return arguments, operands, (node.target, text, tuple(_known(operand.meta["val"]) for operand in operands))
 
-    def __init__(self, place: int) -> None:
-        self._place = place
 
-    def __repr__(self) -> str:
-        return f"%{self._place}"
-
-
-class _TracedCall:
-    """A call of a program, with operands in the decomposed graph.
-
-    operands   the operands, each once: two may be one node, for example after a cast to the same dtype
-    kind       calls of one kind have the same decomposition
-    """
-
-    def __init__(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
-        self.node = node
-        self._arguments: Any = map_arg((node.args, node.kwargs), env.__getitem__)
-        leaves = tree_leaves(self._arguments)
-        self.operands: list[fx.Node] = list(dict.fromkeys(each for each in leaves if isinstance(each, fx.Node)))
-        self.kind: Any = node  # each region is its own kind
-        if isinstance(node.target, OpOverload):
-            places: dict[fx.Node, Any] = {operand: _ResultPlace(place) for place, operand in enumerate(self.operands)}
-            text = repr(map_arg(self._arguments, places.__getitem__))  # in which 1, 1.0 and True differ
-            self.kind = node.target, text, tuple(_known(operand.meta["val"]) for operand in self.operands)
-
-    def examples(self) -> list[torch.Tensor]:
-        """Example operands for tracing the call."""
-        return [_like(operand.meta["val"]) for operand in self.operands]
-
-    def run(self, *operands: torch.Tensor) -> Any:
-        """The result of the call for `operands`."""
-        args, kwargs = map_arg(self._arguments, dict(zip(self.operands, operands, strict=True)).__getitem__)
-        return self.node.target(*args, **kwargs)  # type: ignore[operator]
+def _run(target: Any, arguments: Any, operands: list[fx.Node], *tensors: torch.Tensor) -> Any:
+    """The result of a call for `tensors` in place of its operands."""
+    args, kwargs = map_arg(arguments, dict(zip(operands, tensors, strict=True)).__getitem__)
+    return target(*args, **kwargs)
 
 
 def _known(val: torch.Tensor) -> tuple[Any, ...]:
@@ -158,29 +139,21 @@ def _known(val: torch.Tensor) -> tuple[Any, ...]:
     return val.dtype, val.device, tuple(val.shape), val.stride(), val.storage_offset(), val.requires_grad
 
 
-def _like(val: torch.Tensor) -> torch.Tensor:
+def _example(val: torch.Tensor) -> torch.Tensor:
     """A tensor with the same metadata."""
     reach = sum((n - 1) * stride for n, stride in zip(val.shape, val.stride(), strict=True))
     memory = torch.empty(val.storage_offset() + max(0, reach + 1), dtype=val.dtype, device=val.device)
     return memory.as_strided(val.shape, val.stride(), val.storage_offset()).requires_grad_(val.requires_grad)
 
 
-class _Written:
-    """The decomposition of `first`, the first call of a kind, as a graph of its operands."""
-
-    def __init__(self, first: fx.Node, graph: fx.Graph) -> None:
-        self._first, self._graph = first, graph
-
-    def copy(self, made: fx.Graph, call: _TracedCall) -> Any:
-        """Write the decomposition of `call` into `made`, and return its results: a node, several, or none. Raises
-        KeyError where the graph has more than operands and calls, such as constants."""
-        own = dict(zip(self._graph.find_nodes(op="placeholder"), call.operands, strict=True))
-        for node in self._graph.nodes:
-            if node.op == "output":
-                return map_arg(node.args[0], own.__getitem__)
-            if node.op == "call_function":
-                args, kwargs = map_arg((node.args, node.kwargs), own.__getitem__)
-                name = _NUMBER.sub("", node.name)
-                own[node] = made.create_node(node.op, node.target, args, kwargs, name, node.type)
-                own[node].meta = moved_meta(node, self._first, call.node)
-        raise AssertionError("a graph has an output")
+def _copied(made: fx.Graph, first: fx.Node, graph: fx.Graph, node: fx.Node, operands: list[fx.Node]) -> Any:
+    """Write the decomposition of the call `node`, which is `graph` for the call `first` of its kind, into `made`, and
+    return its results: a node, several, or none. Raises KeyError where the graph has more than operands and calls, such
+    as constants."""
+    own = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+    for inner in graph.nodes:
+        if inner.op == "call_function":
+            args, kwargs = map_arg((inner.args, inner.kwargs), own.__getitem__)
+            own[inner] = made.create_node(inner.op, inner.target, args, kwargs, _NUMBER.sub("", inner.name), inner.type)
+            own[inner].meta = moved_meta(inner, first, node)
+    return map_arg(graph.output_node().args[0], own.__getitem__)

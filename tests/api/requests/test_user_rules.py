@@ -413,4 +413,4 @@ def test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator(
     assert strategy(whole="b m n k") == "(tp:R)"
     assert strategy(reduce="k") == "(tp:k)"
     kinds = sorted(path.name.partition(".")[2] for path in tmp_path.glob("*/*"))
-    assert kinds == ["plan", "plan"]
+    assert kinds == ["forward", "forward", "plan", "plan"]

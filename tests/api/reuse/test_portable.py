@@ -104,7 +104,6 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "tensor's strides": lambda n: torch.arange(4).view(2, 2) if n == 1 else torch.arange(4).view(2, 2).t(),
     "parameter": lambda n: nn.Parameter(torch.zeros(n)),
     "array": lambda n: np.full(3, n),
-    "array of bytes": bytearray,
     "variable of a context": lambda n: contextvars.ContextVar("v", default=n).get(),
     "logger": lambda n: logging.getLogger(f"a.{n}"),
     "module's type": lambda n: (nn.Tanh(), nn.ReLU())[n - 1],

@@ -290,7 +290,7 @@ def test_each_block_more_costs_the_same() -> None:
 
 CACHES = (
     conversion_table, conversion._coefficients, conversion.digits_of, conversion._layouts, conversion._index,
-    conversion._groups_of_codes, cost.collective_cost, cost.ranks_by_level,
+    conversion._groups_of_codes, cost.collective_costs, cost.ranks_by_level,
 )  # fmt: skip
 
 

@@ -79,8 +79,8 @@ def layers(count: int) -> nn.Sequential:
 
 def test_layers_are_written_out_as_in_the_whole_program(short: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
-    plain = one_by_one._Written
-    monkeypatch.setattr(one_by_one, "_Written", lambda first, graph: traced.append(first) or plain(first, graph))
+    plain = one_by_one._run
+    monkeypatch.setattr(one_by_one, "_run", lambda target, *given: traced.append(target) or plain(target, *given))
     graph = capture(layers(6), (X,), {})
     assert short == [True]
     assert len(traced) < len(graph.nodes) / 2

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from partway.propagation.graph.structure import Call, flatten_call
-from partway.reuse.changing_numbers import Numbers
+from partway.reuse.changing import Numbers
 from partway.reuse.replanning import Signature
 
 X = torch.ones(2)

@@ -1,9 +1,12 @@
-"""The sizes of a function's tensors that change from call to call, and captures for all of them.
+"""What changes from call to call, sizes of tensors and ints, and captures that serve all of it.
 
 A call that differs from an earlier one only in sizes has a graph of the same operators. So a dim that `dynamic` names,
-or that has been seen with two sizes, gets a symbol in the next capture (propagation/capture/any_size.py), and calls of
+or that has been seen with two sizes, gets a symbol in the next capture (propagation/capture/symbols.py), and calls of
 other sizes use that capture and the strategies of its plan. New captures are made for the sizes 0 and 1, for a size
 with which the function takes another branch, and for a function that has no capture for all sizes.
+
+An int that changes, such as the length of a generated text so far, becomes an input of the graph, and one plan serves
+all calls of the same course. A function without such a graph, because sizes depend on the int, is planned for each.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partway.propagation.capture.any_size import AnySize, OtherSizesError
 from partway.propagation.capture.capture import Around, CaptureOptions, graph_at
 from partway.propagation.capture.export.tracing import Dims
+from partway.propagation.capture.symbols import AnySize, OtherSizesError
 from partway.propagation.graph.graph import Graph
-from partway.propagation.graph.structure import Call
+from partway.propagation.graph.structure import Call, Path, numbers_between
 from partway.propagation.plan.plan import Plan
 from partway.reuse.effects import Effects
 from partway.reuse.replanning import Signature
@@ -44,14 +47,9 @@ class Captured:
 
 @dataclass
 class Family:
-    """Calls that differ only in sizes.
+    """Calls that differ only in sizes: the function captured for all of them with these `options`, and the state and
+    effects as in Captured."""
 
-    key                     their signature without the sizes
-    captured                the function for all their sizes, with these `options`
-    state, effects          the state on which it depends beside its arguments, and its side effects
-    """
-
-    key: Signature
     captured: AnySize
     options: CaptureOptions
     state: State
@@ -62,6 +60,12 @@ class Family:
         branch."""
         return Captured(graph_at(self.captured, args, kwargs, self.options, around), self.state, self.effects)
 
+    def holds(self) -> bool:
+        """Whether the state on which it depends is as it was."""
+        state = self.state.renewed(self.captured.attempt.fn)
+        self.state = state or self.state
+        return state is not None
+
 
 class Sizes:
     """The known sizes of one function's tensors. `declared`: the `dynamic` of its request."""
@@ -70,7 +74,7 @@ class Sizes:
         self._declared = declared
         self._seen: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
         self._fixed: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
-        self._families: list[Family] = []
+        self._families: list[tuple[Signature, Family]] = []  # with their signatures without the sizes
         self.refused: dict[Signature, str] = {}  # why there is no capture for all sizes
         # searched plans, by the signature without sizes and whether for inference
         self.plans: OrderedDict[tuple[Signature, bool], Plan] = OrderedDict()
@@ -111,22 +115,15 @@ class Sizes:
         raise_problems("the sizes of this call are not those that were declared:", problems)
         return dims
 
-    def families(self, key: Signature) -> list[Family]:
-        """The families of a call of the signature `key`, the newest first."""
-        found = [family for family in reversed(self._families) if family.key == _blank(key, family.captured.dims)]
-        return [family for family in found if self._holds(family)]
+    def families(self, key: Signature) -> list[tuple[Signature, Family]]:
+        """The families of a call of the signature `key`, with their own signatures, the newest first."""
+        found = [(blank, each) for blank, each in reversed(self._families) if blank == _blank(key, each.captured.dims)]
+        return [(blank, each) for blank, each in found if each.holds()]
 
-    def _holds(self, family: Family) -> bool:
-        renewed = family.state.renewed(family.captured.attempt.fn)
-        if renewed is not None:
-            family.state = renewed
-        return renewed is not None
-
-    def add(self, family: Family) -> None:
+    def add(self, blank: Signature, family: Family) -> None:
         """Keep a family."""
-        self._families.append(family)
-        self._fixed[_kind(family.key)] |= family.captured.attempt.changing - family.captured.dims
-        del self._families[:-MOST_FAMILIES]
+        self._families = [*self._families, (blank, family)][-MOST_FAMILIES:]
+        self._fixed[_kind(blank)] |= family.captured.attempt.changing - family.captured.dims
         if self._declared and (fixed := family.captured.fixed):
             self._warn(f"the function counts on the size of {fixed}")
 
@@ -144,45 +141,44 @@ class Sizes:
 class CallSizes:
     """The known sizes of one call to be planned.
 
-    key       its signature
-    dims      the dims whose sizes change
-    family    the family of the call, once it is captured
+    key      its signature
+    dims     the dims whose sizes change
+    alike    the signature of its family, once it is captured
     """
 
     sizes: Sizes
     key: Signature
     dims: Dims
-    family: Family | None = None
+    alike: Signature | None = None
 
     def captured(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         around: Around,
-        capture: Callable[[Dims], tuple[AnySize, CaptureOptions, State, Effects]],
+        capture: Callable[[Dims], Family],
     ) -> Captured | None:
         """The capture of the call, made from one for all sizes: an earlier one or, if none applies, the one that
         `capture` makes. None: the call has to be captured by itself."""
-        alike = self.sizes.families(self.key)
-        for family in alike:
+        families = self.sizes.families(self.key)
+        for blank, family in families:
             with contextlib.suppress(OtherSizesError):
                 found = family.at(args, kwargs, around)
-                self.family = family
+                self.alike = blank
                 return found
         blank = _blank(self.key, self.dims)
-        if not self.dims or blank in self.sizes.refused or len(alike) >= _SAME_DIMS:
+        if not self.dims or blank in self.sizes.refused or len(families) >= _SAME_DIMS:
             return None
         try:
-            captured, options, state, effects = capture(self.dims)
-            if not captured.dims:
-                raise CaptureError(f"it counts on the size of {captured.fixed}")
-            family = Family(_blank(self.key, captured.dims), captured, options, state, effects)
+            family = capture(self.dims)
+            if not family.captured.dims:
+                raise CaptureError(f"it counts on the size of {family.captured.fixed}")
             found = family.at(args, kwargs, around)
         except (CaptureError, OtherSizesError) as error:
             self.sizes.refuse(blank, str(error).splitlines()[0])
             return None
-        self.sizes.add(family)
-        self.family = family
+        self.alike = _blank(self.key, family.captured.dims)
+        self.sizes.add(self.alike, family)
         return found
 
     @property
@@ -192,24 +188,19 @@ class CallSizes:
 
     def plan(self, inference: bool) -> Plan | None:
         """The searched plan of calls like this one with other sizes, or None."""
-        return self.sizes.plans.get((self._alike, inference))
+        return self.sizes.plans.get((self.alike or _blank(self.key, self.dims), inference))
 
     def searched(self, plan: Plan, inference: bool) -> None:
         """Keep the searched plan of the call."""
-        if self.family or self.dims:
-            self.sizes.plans[self._alike, inference] = plan
+        if self.alike or self.dims:
+            self.sizes.plans[self.alike or _blank(self.key, self.dims), inference] = plan
             while len(self.sizes.plans) > _MOST_PLANS:
                 self.sizes.plans.popitem(last=False)
 
     @property
-    def _alike(self) -> Signature:
-        """The signature that calls of other sizes have in common with this one."""
-        return self.family.key if self.family else _blank(self.key, self.dims)
-
-    @property
     def why_not(self) -> str:
         """Why the call has no capture for all sizes; "" if it has one, or needs none."""
-        return "" if self.family else self.sizes.refused.get(_blank(self.key, self.dims), "")
+        return "" if self.alike else self.sizes.refused.get(_blank(self.key, self.dims), "")
 
 
 def _kind(key: Signature) -> Hashable:
@@ -245,3 +236,38 @@ def _blank(key: Signature, dims: Dims) -> Signature:
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+class Numbers:
+    """The changing numbers in the calls of one function."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Path, ...]] = {}  # by the structure of calls without them
+        self._refused: set[tuple[Any, ...]] = set()
+
+    def of(self, call: Call) -> Call:
+        """`call`, with tensors in place of the numbers that are known to change."""
+        for paths in dict.fromkeys(self._known.values()):
+            counting = call.counting(paths)
+            if counting is not None and counting.structure.key() in self._known:
+                return counting
+        return call
+
+    def learn(self, call: Call, now: Call, key: Signature, known: Sequence[Signature]) -> bool:
+        """Note the numbers that change if the call differs from one of the `known` ones only in numbers; returns
+        whether it does. `now`: the call with tensors for the numbers known so far, of the signature `key`."""
+        for before in reversed(known):
+            if key._replace(structure=()) != before._replace(structure=()):
+                continue
+            if paths := numbers_between(key.structure, before.structure):
+                counting = call.counting((*now.paths, *paths))
+                if counting is not None and (alike := counting.structure.key()) not in self._refused:
+                    self._known[alike] = counting.paths
+                    return True
+        return False
+
+    def refuse(self, call: Call) -> None:
+        """Note that there is no graph of `call` for all its numbers."""
+        alike = call.structure.key()
+        self._known.pop(alike, None)
+        self._refused.add(alike)

@@ -1,9 +1,13 @@
-"""A function captured once for all sizes of some dims, and its graph at each of them.
+"""A function captured once for all sizes of some dims, or for all values of some integers among its arguments.
 
-torch.export runs the function with symbols in place of those sizes. Where the function decides something by a size,
-torch records a guard: a relation between symbols that held. `AnySize.at` substitutes the sizes of a call for the
-symbols, which gives the same as a capture of that call without running the function again. A size that violates a guard
-is refused, as are the sizes 0 and 1, for which torch never makes symbols.
+torch.export runs the function with symbols in place of those sizes; the size of an empty tensor stands for an integer.
+Where the function decides something by a symbol, torch records a guard: a relation between symbols that held.
+
+Of sizes, `AnySize.at` substitutes those of a call, which gives the same as a capture of that call without running the
+function again. A size that violates a guard is refused, as are 0 and 1, for which torch never makes symbols. An integer
+becomes a tensor of one element, an input of the graph like any other, and operators compute with it (numbers.py);
+`CapturedCounts` tells whether the guards hold for those of another call. A function with tensors whose sizes depend on
+an integer has no such graph.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from ...strategy.errors import CaptureError
 from ..graph.structure import NUMBERS, Call
 from ..torch_internals import FakeTensor, at_symbols, fake_like, guards_of, range_of, symbol_of, symbols_in, tree_map
 from .export.numbers import CHECKS
-from .export.tracing import Attempt, Dims, Traced
+from .export.tracing import Attempt, Dims, Traced, checked, of_size
 
 aten = torch.ops.aten
 Sizes = tuple[int | torch.SymInt, ...]
@@ -37,7 +41,7 @@ class OtherSizesError(Exception):
 
 @dataclass(frozen=True)
 class AnySize:
-    """A function captured for all sizes of some dims.
+    """A function captured with symbols for some sizes.
 
     attempt   how it was traced, without the tensors of the call
     traced    the result, with symbols for sizes
@@ -65,18 +69,36 @@ class AnySize:
     def at(self, call: Call) -> tuple[Attempt, Traced]:
         """The result that a capture of `call` would give. Raises OtherSizesError where the function might do something
         else."""
-        values = self._values(call.tensors)
-        traced = replace(self.traced, module=with_sizes(self.traced.module, values))
-        return replace(self.attempt, call=call), traced
-
-    def _values(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """The values of the symbols for a call with `tensors`."""
+        count = len(call.tensors) - call.numbers
+        tensors = [*call.tensors[:count], *(of_size(int(number)) for number in call.tensors[count:])]
         pairs = _pairs(self.sizes, [tensor.shape for tensor in tensors])
-        lying = _pairs(self.strides, [tensor.stride() for tensor in tensors])
-        return values_of_symbols(pairs, lying)
+        values = _values(pairs, _pairs(self.strides, [tensor.stride() for tensor in tensors]))
+        return replace(self.attempt, call=call), replace(self.traced, module=_with_sizes(self.traced.module, values))
 
 
-def values_of_symbols(
+@dataclass(frozen=True, eq=False)
+class CapturedCounts:
+    """The conditions of a graph on integers: the guards on the traced `numbers`, and that everything `computed` from
+    them fits int64, unlike Python's unbounded integers."""
+
+    numbers: tuple[int | torch.SymInt, ...]
+    computed: tuple[torch.SymInt, ...]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.numbers)
+
+    def hold(self, given: Sequence[int]) -> bool:
+        """Whether a call with the numbers `given` has the same graph."""
+        try:
+            values = _values(list(zip(self.numbers, given, strict=True)))
+        except OtherSizesError:
+            return False
+        return all(abs(at_symbols(each, values)) < 2**63 for each in self.computed)
+
+
+def _values(
     pairs: Sequence[tuple[int | torch.SymInt, int]], more: Sequence[tuple[int | torch.SymInt, int]] = ()
 ) -> dict[Any, int]:
     """The values of the symbols that make each traced size equal the size it is paired with; `more`: pairs of strides,
@@ -102,17 +124,51 @@ def values_of_symbols(
 def any_size(attempt: Attempt, traced: Traced) -> AnySize:
     """The AnySize of a trace with symbols. Raises CaptureError where a size may be part of a value that only Python
     reads, such as a string: torch records no guard for that."""
+    inputs = [node.meta["val"] for node in _inputs(traced)]
+    sizes, strides = tuple(tuple(x.shape) for x in inputs), tuple(tuple(x.stride()) for x in inputs)
+    _check_kept(traced, [size for shape in sizes for size in shape])
+    outliving = replace(attempt, call=replace(attempt.call, tensors=()))
+    return AnySize(outliving, traced, sizes, strides)
+
+
+def counted(captured: AnySize) -> tuple[Traced, CapturedCounts]:
+    """The trace of a function captured for any values of integers, with tensors for these (in place), and its
+    conditions. Raises CaptureError where a size depends on one of them."""
+    traced, graph = captured.traced, captured.traced.module.graph
+    vals = [node.meta.get("val") for node in graph.nodes if node.op == "call_function"]
+    computed = tuple(val for val in vals if isinstance(val, torch.SymInt) and symbols_in(val))
+    count = captured.attempt.call.numbers
+    for node in _inputs(traced)[-count:]:
+        _become_number(graph, node)
+    traced = checked(traced, captured.attempt.fn)
+    for node in graph.nodes:
+        if is_symbolic(node.meta.get("val")):
+            raise CaptureError(f"a size, or what {node.name} does, follows from a number that changes")
+    return traced, CapturedCounts(tuple(sizes[0] for sizes in captured.sizes[-count:]), computed)
+
+
+def _inputs(traced: Traced) -> list[fx.Node]:
+    """The nodes of the tensors of the call."""
     placeholders = {node.name: node for node in traced.module.graph.nodes if node.op == "placeholder"}
-    inputs = [spec.arg.name for spec in traced.signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    sizes = tuple(tuple(placeholders[name].meta["val"].shape) for name in inputs)
-    strides = tuple(tuple(placeholders[name].meta["val"].stride()) for name in inputs)
-    check_kept(traced, [size for shape in sizes for size in shape])
-    return AnySize(
-        replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes, strides
-    )  # it outlives the call
+    return [placeholders[s.arg.name] for s in traced.signature.input_specs if s.kind is InputKind.USER_INPUT]
 
 
-def check_kept(traced: Traced, sizes: Sequence[int | torch.SymInt]) -> None:
+def _become_number(graph: fx.Graph, node: fx.Node) -> None:
+    """Turn an empty input, whose size stands for a number, into a 0-dim tensor of that number."""
+    stood_for: FakeTensor = node.meta["val"]
+    for user in list(node.users):
+        if user.target is not aten.sym_size.int:
+            raise CaptureError(f"{user.name} reads what stands for a number")
+        with graph.inserting_before(user):
+            number: Any = graph.call_function(aten._local_scalar_dense.default, (node,))
+        number.meta = {**user.meta}
+        user.replace_all_uses_with(number)
+        graph.erase_node(user)
+    with stood_for.fake_mode:
+        node.meta["val"] = torch.empty((), dtype=torch.int64)
+
+
+def _check_kept(traced: Traced, sizes: Sequence[int | torch.SymInt]) -> None:
     """Raise CaptureError where one of `sizes` may be part of a traced value that only Python reads, or of a branch."""
     names = {str(symbol) for size in sizes for symbol in symbols_in(size)}
     for kept in (*traced.result.plain(), *traced.left.plain()):
@@ -142,7 +198,7 @@ def is_symbolic(val: Any) -> bool:
     return isinstance(val, tuple(NUMBERS)) or (isinstance(val, list | tuple) and any(map(is_symbolic, val)))
 
 
-def with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphModule:
+def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphModule:
     """A copy of a traced graph where the symbols have `values`, without the nodes that compute numbers from sizes."""
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node in module.graph.nodes:
