@@ -324,12 +324,14 @@ class ConversionTable:
 def with_cuts(step: ConversionStep, before: Layout, shape: tuple[int, ...]) -> ConversionStep:
     """`step` with its uneven cuts, for a tensor of `shape` in the layout `before`. A dim's other axes cut it first."""
 
+    sizes = dict(zip(before.mesh.axes, before.mesh.sizes, strict=True))
+
     def cut(placement: Placement, placed: Layout) -> Placement:
         if not isinstance(placement, Shard):
             return placement
-        others = [axis for axis in placed.axes_of(placement.dim) if axis not in step.axes]
-        outer = Cut(shape[placement.dim], tuple(map(placed.mesh.size, others))).width
-        slices = Cut(outer, tuple(map(placed.mesh.size, step.axes)))
+        others = tuple(sizes[axis] for axis in placed.axes_of(placement.dim) if axis not in step.axes)
+        outer = Cut(shape[placement.dim], others).width if others else shape[placement.dim]
+        slices = Cut(outer, tuple(sizes[axis] for axis in step.axes))
         return placement if slices.even else Shard(placement.dim, slices)
 
     return replace(step, source=cut(step.source, before), target=cut(step.target, step.after))
