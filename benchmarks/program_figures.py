@@ -48,8 +48,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
 
 def graphs(program: Program) -> tuple[fx.Graph, ...]:
     """The forward graph and, where something is differentiated, the backward graph."""
-    step = program
-    return (step.forward.graph,) if step.backward is None else (step.forward.graph, step.backward.graph)
+    return tuple(module.graph for module in (program.forward, program.backward) if module is not None)
 
 
 def flops(program: Program) -> int:

@@ -18,7 +18,7 @@ from partway.compiler.passes import SEARCHING, Around, Draft, applied, different
 from partway.propagation.cost.conversion import Floats
 from partway.propagation.graph.graph import differentiated
 from partway.propagation.memory.backward_memory import at_vertices
-from partway.propagation.memory.held import Held, Part
+from partway.propagation.memory.held import Held, Purpose
 from partway.propagation.plan.data import Memory
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.program import Program
@@ -62,7 +62,7 @@ def program_of(draft: Draft) -> Program:
 def held_in_step(plan: Plan, program: Program) -> Held:
     """The bytes that a rank holds in a step of `program`, that of `plan`."""
     rest = plan.memory
-    throughout = {Part.PARAMETERS: rest.parameters, Part.OPTIMIZER: rest.optimizer, Part.INPUTS: rest.inputs}
+    throughout = {Purpose.PARAMETERS: rest.parameters, Purpose.OPTIMIZER: rest.optimizer, Purpose.INPUTS: rest.inputs}
     return held_by(program, throughout)
 
 

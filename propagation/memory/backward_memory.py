@@ -32,7 +32,7 @@ from ..graph.port import Role
 from ..problem.problem import VertexKind
 from .fates import Stay
 from .gradients import gradients
-from .held import Held, Life, Moment, Part, added_up
+from .held import Held, Life, Moment, Purpose, added_up
 from .keeping import KeepProblem, Kept
 
 
@@ -45,7 +45,7 @@ def timeline(problem: KeepProblem, kept: Kept) -> Held:
     every = [added_up(lives, len(names)) for lives in phases.values()]
     return Held(
         [Moment(phase, name, name) for phase in phases for name in names],
-        {part: np.concatenate([each[part] for each in every]) for part in Part},
+        {part: np.concatenate([each[part] for each in every]) for part in Purpose},
     )
 
 
@@ -89,7 +89,7 @@ class _Lives:
         self._read()
         self.forward: list[Life] = []
         values = gradients(problem, self.found)
-        self.backward = [Life(Part.VALUES, value.end, value.start, value.size) for value in values]
+        self.backward = [Life(Purpose.VALUES, value.end, value.start, value.size) for value in values]
         for i, vertex in enumerate(self.vertices):
             if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
                 self._port(i)
@@ -131,16 +131,16 @@ class _Lives:
         vertex, option, sizes = self.vertices[i], self.choice[i], self.p.sizes(i)
         held, always = float(vertex.options.held[option]), float(sizes.always[option])
         if vertex.kind is VertexKind.OUTPUT:
-            self.backward.append(Life(Part.RESULTS, 0, None, always))
+            self.backward.append(Life(Purpose.RESULTS, 0, None, always))
             return
         is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
         throughout = [
-            Life(Part.PARAMETERS if is_parameter else Part.INPUTS, 0, None, held),
-            Life(Part.OPTIMIZER, 0, None, always - held),
+            Life(Purpose.PARAMETERS if is_parameter else Purpose.INPUTS, 0, None, held),
+            Life(Purpose.OPTIMIZER, 0, None, always - held),
         ]
         self.forward += throughout
         self.backward += throughout
-        self.backward.append(Life(Part.GRADIENTS, 0, self.reads[i].nearest, float(sizes.gradient[option])))
+        self.backward.append(Life(Purpose.GRADIENTS, 0, self.reads[i].nearest, float(sizes.gradient[option])))
 
     def _made(self, i: int) -> None:
         """Add the results of an operator or a hub, and what its forward keeps beside them."""
@@ -148,28 +148,28 @@ class _Lives:
         made, beside = float(sizes.made[self.choice[i]]), float(sizes.beside[self.choice[i]])
         earliest = min(reads.earliest, i) if facts.own else reads.earliest
         if fate.beside is Stay.BACK:
-            self.backward.append(Life(Part.AGAIN, i, max(reads.start, i), beside))
+            self.backward.append(Life(Purpose.AGAIN, i, max(reads.start, i), beside))
         elif fate.beside is Stay.THROUGHOUT:
-            self.backward.append(Life(Part.KEPT, i, None, beside))
+            self.backward.append(Life(Purpose.KEPT, i, None, beside))
         read = earliest < len(self.vertices)
         if fate.results is Stay.BACK and (facts.read or reads.viewed) and read:
-            self.backward.append(Life(Part.AGAIN, earliest, max(reads.start, earliest), made))
+            self.backward.append(Life(Purpose.AGAIN, earliest, max(reads.start, earliest), made))
         elif fate.keeps and not reads.inside:
-            self.backward.append(Life(Part.KEPT, earliest if read else i, None, made))
+            self.backward.append(Life(Purpose.KEPT, earliest if read else i, None, made))
         if self.vertices[i].kind is VertexKind.OPERATOR:
             stays = fate.keeps or reads.stays
-            self.forward.append(Life(Part.WORKING, i, None if stays else reads.until, made))
-            self.forward.append(Life(Part.WORKING, i, None if fate.beside is Stay.THROUGHOUT else i, beside))
+            self.forward.append(Life(Purpose.WORKING, i, None if stays else reads.until, made))
+            self.forward.append(Life(Purpose.WORKING, i, None if fate.beside is Stay.THROUGHOUT else i, beside))
 
     def _converted(self, number: int) -> None:
         """Add the result of a conversion."""
         found, i = self.found[number], self.edges[number].consumer
         if self.keeping.kept[number]:
-            self.backward.append(Life(Part.KEPT, i, None, found.after))
+            self.backward.append(Life(Purpose.KEPT, i, None, found.after))
         elif self.keeping.again[number] and self.p.reads[number] and found.moves:
-            self.backward.append(Life(Part.AGAIN, i, i, found.after))
+            self.backward.append(Life(Purpose.AGAIN, i, i, found.after))
         if found.moves:
             hub = self.vertices[i].kind is VertexKind.HUB
             stays = self.keeping.kept[number] or (hub and self.keeping.fates[i].keeps)
             until = self.reads[i].until if hub else i
-            self.forward.append(Life(Part.WORKING, i, None if stays else until, found.after))
+            self.forward.append(Life(Purpose.WORKING, i, None if stays else until, found.after))

@@ -1,15 +1,15 @@
 """What one device holds while a step runs: tensors that live from one moment to another, added up by what they are for.
 
-Three operators whose results take 4, 2 and 1 bytes; the backward of the second reads the result of the first:
+The results of three operators have 4, 2 and 1 bytes. The backward of the second reads the result of the first:
 
     moment         forward 0    1      2      backward 2    1
     activations    4            4      4      4             4
     working        .            2      2 + 1  .             .
-    together       4            6      7      4             4
+    sum            4            6      7      4             4
 
 There is no other count of memory. Two readers list the lives of tensors: `timeline` (backward_memory.py) those of a
 choice, before there is a program, and `held_by` (runtime/executors/peak.py) those of a program. A search keeps the
-first within the limit; where the second is more, replan_within_memory.py searches again with the difference.
+first within the limit; where the second is larger, replan_within_memory.py searches again with the difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from ..cost.conversion import Floats
 
 
-class Part(StrEnum):
+class Purpose(StrEnum):
     """What memory is for, as errors name it."""
 
     PARAMETERS = "parameters"
@@ -43,7 +43,7 @@ class Part(StrEnum):
 class Life:
     """Memory of `size` bytes that is there from moment `first` to moment `last`; None: to the end."""
 
-    part: Part
+    purpose: Purpose
     first: int
     last: int | None
     size: float
@@ -66,7 +66,7 @@ class Held:
     """Bytes on one device at each moment of a step, by what they are for."""
 
     moments: Sequence[Moment]
-    parts: Mapping[Part, Floats]
+    parts: Mapping[Purpose, Floats]
 
     @cached_property
     def total(self) -> Floats:
@@ -85,16 +85,16 @@ class Held:
         return int(self.total.argmax())
 
     @property
-    def at_peak(self) -> dict[Part, float]:
+    def at_peak(self) -> dict[Purpose, float]:
         """The bytes at the peak, by what they are for."""
         return {part: float(sizes[self.when]) for part, sizes in self.parts.items()}
 
 
-def added_up(lives: Iterable[Life], count: int) -> dict[Part, Floats]:
+def added_up(lives: Iterable[Life], count: int) -> dict[Purpose, Floats]:
     """The bytes at each of `count` moments, by what they are for."""
-    changes = {part: np.zeros(count + 1) for part in Part}
+    changes = {purpose: np.zeros(count + 1) for purpose in Purpose}
     for life in lives:
-        changes[life.part][life.first] += life.size
+        changes[life.purpose][life.first] += life.size
         if life.last is not None:
-            changes[life.part][life.last + 1] -= life.size
+            changes[life.purpose][life.last + 1] -= life.size
     return {part: np.cumsum(change[:-1]) for part, change in changes.items()}

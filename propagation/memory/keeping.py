@@ -97,7 +97,7 @@ def _conversion(table: ConversionTable, here: int, there: int) -> Converted:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class VertexBytes:
     """Bytes on one device under each option of a vertex.
 
     made       its results; 0 for an input, a view and an output
@@ -154,7 +154,9 @@ class KeepProblem:
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
     rows: tuple[Codes, ...] | None = field(default=None, repr=False)
     _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
-    _alike: dict[object, tuple[Sizes, list[tuple[Floats, Floats, Floats]]]] = field(default_factory=dict, repr=False)
+    _alike: dict[object, tuple[VertexBytes, list[tuple[Floats, Floats, Floats]]]] = field(
+        default_factory=dict, repr=False
+    )
 
     def converted(self, edge: Edge, choice: Sequence[int]) -> Converted:
         """The conversion of an edge under the strategies of `choice`."""
@@ -237,11 +239,11 @@ class KeepProblem:
     def _places(self) -> Codes:
         return np.array(self.stretches, dtype=np.intp)
 
-    def sizes(self, i: int) -> Sizes:
+    def sizes(self, i: int) -> VertexBytes:
         """The bytes of vertex i under each option."""
         return self._columns(i)[0]
 
-    def _columns(self, i: int) -> tuple[Sizes, list[tuple[Floats, Floats, Floats]]]:
+    def _columns(self, i: int) -> tuple[VertexBytes, list[tuple[Floats, Floats, Floats]]]:
         """The sizes of vertex i, and its figures by fate; vertices that are alike share them."""
         key = id(self.problem.vertices[i].options), self.facts[i]
         if key not in self._alike:
@@ -249,7 +251,7 @@ class KeepProblem:
             self._alike[key] = sizes, self._by_fate(i, sizes)
         return self._alike[key]
 
-    def _sizes(self, i: int) -> Sizes:
+    def _sizes(self, i: int) -> VertexBytes:
         vertex, facts = self.problem.vertices[i], self.facts[i]
         options, port = vertex.options, vertex.port
         none: Floats = np.zeros(len(options))
@@ -264,7 +266,7 @@ class KeepProblem:
             made = none
             gradient = options.held * (port is not None and port.role is Role.PARAMETER and port.requires_grad)
             always = options.memory - gradient
-        return Sizes(made, facts.beside * _share(options) if facts.beside else none, work, gradient, always)
+        return VertexBytes(made, facts.beside * _share(options) if facts.beside else none, work, gradient, always)
 
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each option with each fate, fate by fate. A kept byte costs `kept`, a recomputed one `again`,
@@ -273,7 +275,7 @@ class KeepProblem:
         own: Floats = self.problem.vertices[i].options.unary + before * sizes.gradient + always * sizes.always
         return np.concatenate([own + longer + kept * stays + again * back for longer, stays, back in by_fate])
 
-    def _by_fate(self, i: int, sizes: Sizes) -> list[tuple[Floats, Floats, Floats]]:
+    def _by_fate(self, i: int, sizes: VertexBytes) -> list[tuple[Floats, Floats, Floats]]:
         """For each fate of vertex i, the weighted additional time of the backward, the bytes that stay, and those that
         are back in its stretch, for each option."""
         options, settings, facts = self.problem.vertices[i].options, self.problem.settings, self.facts[i]

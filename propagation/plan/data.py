@@ -17,7 +17,7 @@ from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import placement_from_code
 from ..graph.port import Role
-from ..memory.held import Held, Part
+from ..memory.held import Held, Purpose
 from ..problem.problem import AMONG
 from ..program.collective import Collective
 from ..search.search import SEARCHES, SearchMode
@@ -126,13 +126,13 @@ class Memory(_Frozen):
             return cls(parameters=0, gradients=0, activations=0)
         size, (phase, at, _) = held.at_peak, held.moments[held.when]
         return cls(
-            parameters=round(size[Part.PARAMETERS]),
-            gradients=round(size[Part.GRADIENTS]),
-            optimizer=round(size[Part.OPTIMIZER]),
-            inputs=round(size[Part.INPUTS]),
-            activations=round(size[Part.KEPT]),
-            again=round(size[Part.AGAIN]),
-            working=round(size[Part.WORKING] + size[Part.VALUES] + size[Part.RESULTS]),
+            parameters=round(size[Purpose.PARAMETERS]),
+            gradients=round(size[Purpose.GRADIENTS]),
+            optimizer=round(size[Purpose.OPTIMIZER]),
+            inputs=round(size[Purpose.INPUTS]),
+            activations=round(size[Purpose.KEPT]),
+            again=round(size[Purpose.AGAIN]),
+            working=round(size[Purpose.WORKING] + size[Purpose.VALUES] + size[Purpose.RESULTS]),
             phase=phase,
             at=at,
         )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ...propagation.graph.nodes import bytes_of, computed_again, is_view, operator_of, returned_by
-from ...propagation.memory.held import Held, Life, Moment, Part, added_up
+from ...propagation.memory.held import Held, Life, Moment, Purpose, added_up
 from ...propagation.ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of
 from ...propagation.program.program import Program
 from ...strategy.placement import Kind, Shard, placement_from_code
@@ -30,11 +30,11 @@ from ..code.written import written_in_place
 from .issue import may_become_its_sum
 
 
-def held_by(program: Program, throughout: Mapping[Part, float] | None = None) -> Held:
+def held_by(program: Program, throughout: Mapping[Purpose, float] | None = None) -> Held:
     """The bytes that a rank holds while each call of `program` runs, in order, and at its end. Of the two moments of a
     call, before it and while it runs, the one with more bytes counts. `throughout`: the bytes of inputs and others that
     are there all the time; they are not counted without it."""
-    return _Lives(program).held(throughout or {})
+    return _LivesOfGraphs(program).held(throughout or {})
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Flight:
     own: frozenset[int] = frozenset()
 
 
-class _Lives:
+class _LivesOfGraphs:
     """Lifetimes of memory. Operator i runs at 2 i + 1; the collectives that it waits for end at 2 i."""
 
     def __init__(self, program: Program) -> None:
@@ -82,7 +82,7 @@ class _Lives:
             self.gradients = {self.memory[node] for node in gradients if isinstance(node, fx.Node)}
         self.last |= dict.fromkeys(self.results | self.gradients, 2 * len(self.calls))
 
-    def held(self, throughout: Mapping[Part, float]) -> Held:
+    def held(self, throughout: Mapping[Purpose, float]) -> Held:
         """The bytes held during each call, and at the end."""
         count = 2 * len(self.calls) + 2
         lives = [Life(self._part(key), start, self.last[key], self.sizes[key]) for key, start in self.first.items()]
@@ -93,12 +93,12 @@ class _Lives:
         moments = [_moment(phase, node) for phase, node in self.calls]
         return Held([*moments, *moments[-1:]], {part: sizes[more] for part, sizes in parts.items()})
 
-    def _part(self, key: Hashable) -> Part:
+    def _part(self, key: Hashable) -> Purpose:
         if key in self.gradients:
-            return Part.GRADIENTS
+            return Purpose.GRADIENTS
         if self.first[key] < self.backward <= self.last[key] and key not in self.results:
-            return Part.KEPT
-        return Part.AGAIN if key in self.again else Part.WORKING
+            return Purpose.KEPT
+        return Purpose.AGAIN if key in self.again else Purpose.WORKING
 
     def _run(self, phase: str, graph: fx.Graph) -> None:
         """Follow the nodes of a graph in the order in which they run."""
@@ -158,7 +158,7 @@ class _Lives:
         parts = [operand.meta["val"] for operand in operands]
         results = [node.meta["val"]] if node.target is convert else list(node.meta["val"])
         flight = _flight(c, parts, results)
-        self.flights.append(Life(Part.WORKING, now, end, flight.beside))
+        self.flights.append(Life(Purpose.WORKING, now, end, flight.beside))
         users = {0: node} if node.target is convert else {user.args[1]: user for user in node.users}
         if node.target is convert_group:
             self._lies(node, node, 0, now)

@@ -181,7 +181,7 @@ def test_an_attention_operator_without_a_formula_is_named() -> None:
     graph = fx.Graph()
     q = graph.placeholder("q")
     graph.call_function(torch.ops.aten._scaled_dot_product_attention_math.default, (q, q, q), name="scores")
-    program: Any = SimpleNamespace(step=SimpleNamespace(forward=fx.GraphModule({}, graph), backward=None))
+    program: Any = SimpleNamespace(forward=fx.GraphModule({}, graph), backward=None)
     with pytest.raises(ValueError, match=r"no formula for the FLOPs of aten._scaled_dot_product_attention_math.default "
                                          r"\(node scores\); add it to ATTENTION"):  # fmt: skip
         flops(program)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway.propagation.memory.held import Part
+from partway.propagation.memory.held import Purpose
 
 MESH = {"dp": 2, "tp": 4}
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "halo"}
@@ -185,7 +185,7 @@ def test_times_and_memory_are_positive_and_add_up(compiled: pw.Compiled) -> None
     held = compiled.solution.held
     assert held is not None
     assert plan.memory.total == pytest.approx(held.peak)
-    assert plan.memory.gradients == round(held.at_peak[Part.GRADIENTS]) <= plan.memory.parameters
+    assert plan.memory.gradients == round(held.at_peak[Purpose.GRADIENTS]) <= plan.memory.parameters
 
 
 @pytest.mark.parametrize("width", [40, 180, 400])

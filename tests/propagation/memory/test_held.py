@@ -2,22 +2,22 @@
 
 import numpy as np
 
-from partway.propagation.memory.held import Held, Life, Moment, Part, added_up
+from partway.propagation.memory.held import Held, Life, Moment, Purpose, added_up
 
 
 def test_a_life_counts_from_its_first_moment_to_its_last():
-    lives = [Life(Part.KEPT, 0, 4, 4), Life(Part.WORKING, 1, 2, 2), Life(Part.WORKING, 2, 2, 1)]
+    lives = [Life(Purpose.KEPT, 0, 4, 4), Life(Purpose.WORKING, 1, 2, 2), Life(Purpose.WORKING, 2, 2, 1)]
     phases = ["forward"] * 3 + ["backward"] * 2
     held = Held([Moment(phase, str(i), str(i)) for i, phase in enumerate(phases)], added_up(lives, 5))
     assert held.total.tolist() == [4, 6, 7, 4, 4]
     assert (held.peak, held.when) == (7, 2)
-    assert {part: size for part, size in held.at_peak.items() if size} == {Part.KEPT: 4, Part.WORKING: 3}
+    assert {part: size for part, size in held.at_peak.items() if size} == {Purpose.KEPT: 4, Purpose.WORKING: 3}
 
 
 def test_the_first_of_equal_moments_is_the_peak():
-    held = Held([Moment("forward", name, name) for name in "ab"], added_up([Life(Part.INPUTS, 0, 1, 8)], 2))
+    held = Held([Moment("forward", name, name) for name in "ab"], added_up([Life(Purpose.INPUTS, 0, 1, 8)], 2))
     assert held.when == 0
-    assert np.array_equal(held.parts[Part.INPUTS], [8, 8])
+    assert np.array_equal(held.parts[Purpose.INPUTS], [8, 8])
 
 
 def test_a_step_without_operators_holds_nothing():

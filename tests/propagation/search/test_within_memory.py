@@ -18,7 +18,7 @@ from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.fates import AGAIN, KEPT
-from partway.propagation.memory.held import Part
+from partway.propagation.memory.held import Purpose
 from partway.propagation.memory.keeping import keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import eliminate
@@ -247,7 +247,7 @@ def test_recompute_all_keeps_the_least():
     free = dynamic_programming(problem)
     auto = with_fates(problem, free)
     everything = with_fates(limited_to(problem, None, recompute=Recompute.ALL), free)
-    assert everything.held.parts[Part.KEPT].max() < auto.held.parts[Part.KEPT].max()
+    assert everything.held.parts[Purpose.KEPT].max() < auto.held.parts[Purpose.KEPT].max()
     assert everything.keeping.fates.count(AGAIN) > auto.keeping.fates.count(AGAIN)
 
 

@@ -87,7 +87,7 @@ def steps(model: nn.Module) -> list[Any]:
     """The compiled steps of a sharded module."""
     engine = engine_of(model)
     assert engine is not None
-    return [runner._step for courses in engine._planned._by_signature.values() for each in courses for runner in each]
+    return [runner._loaded for courses in engine._planned._by_signature.values() for each in courses for runner in each]
 
 
 def check(name: str, devices: int, strided: bool = False) -> nn.Module:

@@ -9,8 +9,7 @@ from live_bytes import LiveBytes
 from torch import nn
 
 import partway as pw
-from partway.propagation.graph.nodes import calls_of
-from partway.propagation.graph.origins import operator_of
+from partway.propagation.graph.nodes import calls_of, operator_of
 from partway.runtime.executors.peak import held_by
 
 
