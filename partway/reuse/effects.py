@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -267,12 +266,16 @@ def _lists_same(old: Any, now: Any, stand_ins: Mapping[int, Any]) -> bool:
 
 def _put(where: Any, name: str, value: Any) -> None:
     """Write a value under a name of a dict, a class, or an Attribute; _GONE removes it."""
-    if value is not _GONE:
-        (setattr if isinstance(where, type) else operator.setitem)(where, name, _unwrapped(value))
-    elif not isinstance(where, type):
-        where.pop(name, None)
-    elif name in vars(where):
-        delattr(where, name)
+    is_class = isinstance(where, type)
+    if value is _GONE:
+        if not is_class:
+            where.pop(name, None)
+        elif name in vars(where):
+            delattr(where, name)
+    elif is_class:
+        setattr(where, name, _unwrapped(value))
+    else:
+        where[name] = _unwrapped(value)
 
 
 class _Kept:
