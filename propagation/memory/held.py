@@ -39,8 +39,7 @@ class Purpose(StrEnum):
     WORKING = "activations and what operators work with"
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(NamedTuple):
     """Memory of `size` bytes that is there from moment `first` to moment `last`; None: to the end."""
 
     purpose: Purpose

@@ -307,10 +307,8 @@ class KeepProblem:
 
         def way(fate: Fate, reader: Fate) -> Floats:
             there = best if self._is_there(fate, edge) else keep
-            costs: Floats = (there if self.reads[number] or reader.runs else once) - in_one * (
-                fate.keeps and reader.keeps
-            )
-            return costs
+            costs = there if self.reads[number] or reader.runs else once
+            return costs - in_one if fate.keeps and reader.keeps else costs
 
         readers = self.facts[edge.consumer].fates
         return np.block([[way(fate, reader) for reader in readers] for fate in self.facts[edge.producer].fates])
