@@ -39,6 +39,8 @@ Each name, with its reason:
     torch.fx.proxy._COPY_META_FIELDS   the meta fields that a traced node copies from the node that runs
     torch._decomp.get_decompositions   the decompositions of operators; there is no public name
     torch.autograd.function._SingleLevelFunction   the class whose `apply` that of a Function calls
+    torch.autograd.forward_ad._current_level   whether tensors may have tangents: asking each of them on every call
+                                       would cost more than the call; without the name none is asked
     torch.export._trace._EXPORT_...    the flags that torch.export resets when it ends, also inside another export
     torch.overrides._pop_mode_temporarily   removes function modes one by one for such an export
     torch._functorch.aot_autograd.preserve_rng_state   what AOTAutograd wraps its tracing in: see `decompose`
@@ -101,6 +103,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, _trace, exported_program
 from torch.export._trace import _ignore_backend_decomps
@@ -277,6 +280,12 @@ def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a gradient is a batch of gradients, made by torch.func's transforms or is_grads_batched=True."""
     return is_transformed(tensor) or is_legacy_batchedtensor(tensor)
+
+
+def forward_level() -> int:
+    """The level of forward-mode derivatives: 0 or more where tensors may have tangents."""
+    level: int = getattr(forward_ad, "_current_level", -1)
+    return level
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,9 +35,6 @@ Each name, and why:
     Tensor._is_view, _base                                   what a tensor is a view of; there is no public name
     torch._inductor.compile                                  compiles a graph of ATen operators without tracing it again
                                                              or checking guards, as `torch.compile` does on every call
-    torch.autograd.forward_ad._current_level                 whether tensors may have tangents: asking each of them on
-                                                             every call would cost more than the call; without the name
-                                                             none is asked
     torch._add_batch_dim, _remove_batch_dim, torch._C._vmapmode_*   the tensors that is_grads_batched=True and
                                                              vectorize=True make of a batch, which no public name
                                                              takes apart, and the mode during the batch
@@ -65,7 +62,6 @@ import torch
 from torch import Tensor, fx
 from torch._C import _disabled_torch_function_impl as as_object
 from torch._C import _distributed_c10d
-from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -87,7 +83,6 @@ __all__ = [
     "default_store",
     "dtensor_spec",
     "flight_record",
-    "forward_level",
     "give_hooks",
     "in_backward",
     "inductor",
@@ -198,12 +193,6 @@ def wrapper_like(kind: Any, tensor: Tensor, device: torch.device) -> Any:
     """A tensor of the subclass `kind`, without memory, with the shape, strides and dtype of `tensor`."""
     make: Any = Tensor._make_wrapper_subclass
     return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def forward_level() -> int:
-    """The level of forward-mode derivatives: 0 or more where tensors may have tangents."""
-    level: int = getattr(forward_ad, "_current_level", -1)
-    return level
 
 
 @contextlib.contextmanager

@@ -623,9 +623,9 @@ def test_views_know_their_base() -> None:
 
 
 def test_a_level_of_forward_derivatives_is_told() -> None:
-    assert running.forward_level() == -1
+    assert planning.forward_level() == -1
     with torch.autograd.forward_ad.dual_level():
-        assert running.forward_level() == 0
+        assert planning.forward_level() == 0
 
 
 def test_a_thread_that_computes_a_backward_is_told() -> None:

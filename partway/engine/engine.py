@@ -35,7 +35,7 @@ from partway.propagation.capture.export.dispatch_modes import attributes_of
 from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
-from partway.propagation.torch_internals import in_transform
+from partway.propagation.torch_internals import forward_level, in_transform
 from partway.requests.dtensors import inputs_on, placed_as
 from partway.requests.request import ATTRIBUTE, Request, check_inference, check_tensors, engine_of
 from partway.requests.user_rules import rules, version
@@ -47,7 +47,6 @@ from partway.reuse.kinds import fact
 from partway.reuse.replanning import Signature, note_replanning
 from partway.runtime.executors.waiting import Waiting
 from partway.runtime.launching.process import launched
-from partway.runtime.torch_internals import forward_level
 from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.basics.blocks import meanwhile, under_way
 from partway.strategy.errors import DoesNotFitError

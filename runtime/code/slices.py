@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -128,10 +128,16 @@ def slice_of(window: SliceWindow, position: int, part: Tensor, received: Sequenc
 # -- Conversions that need no other rank -----------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
+def _even(size: int, count: int) -> Cut:
+    """A dim of `size` elements in `count` slices."""
+    return Cut(size, (count,))
+
+
 def _slice(c: Relayout, part: Tensor, position: int) -> Tensor:
     assert isinstance(c.target, Shard)
     dim = c.target.dim
-    cut = c.target.cut or Cut(part.shape[dim], (c.size,))
+    cut = c.target.cut or _even(part.shape[dim], c.size)
     start, stop = cut.spans[position]
     taken = padded(part.narrow(dim, start, stop - start), dim, cut.width)
     return taken if c.loose else contiguous(taken)
@@ -140,7 +146,7 @@ def _slice(c: Relayout, part: Tensor, position: int) -> Tensor:
 def _pad(c: Relayout, part: Tensor, position: int) -> Tensor:
     assert isinstance(c.source, Shard)
     dim = c.source.dim
-    cut = c.source.cut or Cut(part.shape[dim] * c.size, (c.size,))
+    cut = c.source.cut or _even(part.shape[dim] * c.size, c.size)
     start, stop = cut.spans[position]
     shape = list(part.shape)
     shape[dim] = cut.size
