@@ -143,6 +143,7 @@ def gradient_program(program: Program) -> Program:
         tuple(conversions),
         program.profile,
         program.cost,
+        parts=program.parts,
     )
 
 

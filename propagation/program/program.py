@@ -94,6 +94,7 @@ class Program:
         conversions: tuple[Conversion, ...],
         profile: DeviceProfile,
         cost: float,
+        parts: int = 1,
     ) -> Program:
         """A program without a backward."""
         return cls(
@@ -108,6 +109,7 @@ class Program:
             backward=None,
             wanted=(False,) * len(outputs),
             needed=(False,) * len(inputs),
+            parts=parts,
         )
 
     @property

@@ -258,6 +258,22 @@ def test_gradient_penalties_of_layers_on_processes(on_ranks: Ranks, name: str) -
 # -- Random numbers, buffers, hooks
 
 
+def test_every_gradient_of_a_parameter_is_multiplied_by_the_parts_of_the_batch() -> None:
+    """With gradients_mean=False, also where gradients are differentiated again: through their own program, and through
+    that of the first backward."""
+    found: dict[bool, list[Tensor]] = {}
+    for mean in (True, False):
+        pw.set_auto_parallel_context(gradients_mean=mean)
+        torch.manual_seed(0)
+        model = pw.shard(mlp().double(), mesh={"dp": 2}, in_strategy=(("dp", None),))
+        parameters, loss = [*model.parameters()], model(torch.randn(4, 6, dtype=torch.float64)).square().mean()
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        penalty = sum((gradient.square().sum() for gradient in first), torch.zeros(()))
+        found[mean] = [*first, *torch.autograd.grad(penalty, parameters)]
+    expected = zip(found[True], 4 * [2] + 4 * [2 * 2 * 2], strict=True)
+    torch.testing.assert_close(found[False], [gradient * factor for gradient, factor in expected])
+
+
 def test_the_gradient_draws_the_forwards_random_numbers_again() -> None:
     """With dropout the numbers of a call do not depend on the layout, so that one device has the same mask."""
     plain = nn.Sequential(nn.Linear(6, 16), nn.Softplus(), nn.Dropout(0.4), nn.Linear(16, 4), nn.Dropout(0.2)).double()
