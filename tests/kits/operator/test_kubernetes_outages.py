@@ -97,8 +97,7 @@ def test_before_its_definition_it_is_ill_and_serves_as_soon_as_that_is_there(
 ):
     server.defined = False
     operator = start()
-    operator.until_ill("partwayjobs: ")
-    assert "define it: partway operator manifests | kubectl apply -f -" in operator.health()[1]
+    operator.until_ill("define it: partway operator manifests | kubectl apply -f -")
     server.defined = True
     serves(server, operator, "job")
     operator.until_well()
