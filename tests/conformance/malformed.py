@@ -528,7 +528,7 @@ def caches(count: int, seed: int, folder: Path) -> Found:
 
     case()
     good = {path: path.read_bytes() for path in home.glob("*/*")}
-    assert len(good) == 3, "a capture, a plan and a program were kept"
+    assert len(good) == 4, "a capture, a plan, its forward and a program were kept"
     for i in range(count):
         for path, content in good.items():
             path.write_bytes(content)
