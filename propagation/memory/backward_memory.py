@@ -45,7 +45,7 @@ def timeline(problem: KeepProblem, kept: Kept) -> Held:
     every = [added_up(lives, len(names)) for lives in phases.values()]
     return Held(
         [Moment(phase, name, name) for phase in phases for name in names],
-        {part: np.concatenate([each[part] for each in every]) for part in Purpose},
+        {purpose: np.concatenate([each[purpose] for each in every]) for purpose in Purpose},
     )
 
 

@@ -65,12 +65,12 @@ class Held:
     """Bytes on one device at each moment of a step, by what they are for."""
 
     moments: Sequence[Moment]
-    parts: Mapping[Purpose, Floats]
+    by_purpose: Mapping[Purpose, Floats]
 
     @cached_property
     def total(self) -> Floats:
         """The bytes at each moment."""
-        total: Floats = sum(self.parts.values(), start=np.zeros(len(self.moments)))
+        total: Floats = sum(self.by_purpose.values(), start=np.zeros(len(self.moments)))
         return total
 
     @property
@@ -86,7 +86,7 @@ class Held:
     @property
     def at_peak(self) -> dict[Purpose, float]:
         """The bytes at the peak, by what they are for."""
-        return {part: float(sizes[self.when]) for part, sizes in self.parts.items()}
+        return {purpose: float(sizes[self.when]) for purpose, sizes in self.by_purpose.items()}
 
 
 def added_up(lives: Iterable[Life], count: int) -> dict[Purpose, Floats]:
@@ -96,4 +96,4 @@ def added_up(lives: Iterable[Life], count: int) -> dict[Purpose, Floats]:
         changes[life.purpose][life.first] += life.size
         if life.last is not None:
             changes[life.purpose][life.last + 1] -= life.size
-    return {part: np.cumsum(change[:-1]) for part, change in changes.items()}
+    return {purpose: np.cumsum(change[:-1]) for purpose, change in changes.items()}

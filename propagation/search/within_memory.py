@@ -416,8 +416,8 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitError:
     """The error that no plan keeps to the limit; `least`: the plan with the lowest peak."""
-    heaviest = sorted(((size, part) for part, size in least.when.at_peak.items()), reverse=True)
+    heaviest = sorted(((size, purpose) for purpose, size in least.when.at_peak.items()), reverse=True)
     phase, at, _ = least.when.moments[least.when.when]
-    what = ", ".join(f"{part} {human(size)}" for size, part in heaviest[:5] if size)
+    what = ", ".join(f"{purpose} {human(size)}" for size, purpose in heaviest[:5] if size)
     where = f"on the mesh {problem.problem.settings.mesh}{AMONG if problem.problem.approximate else ''}"
     return DoesNotFitError(where, least.peak, limit, f"{what}, in the {phase} of {at}")

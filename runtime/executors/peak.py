@@ -85,15 +85,15 @@ class _LivesOfGraphs:
     def held(self, throughout: Mapping[Purpose, float]) -> Held:
         """The bytes held during each call, and at the end."""
         count = 2 * len(self.calls) + 2
-        lives = [Life(self._part(key), start, self.last[key], self.sizes[key]) for key, start in self.first.items()]
-        lives += [Life(part, 0, None, size) for part, size in throughout.items()]
-        parts = added_up([*lives, *self.flights], count)
-        total = np.sum([*parts.values()], axis=0).reshape(-1, 2)
+        lives = [Life(self._purpose(key), start, self.last[key], self.sizes[key]) for key, start in self.first.items()]
+        lives += [Life(purpose, 0, None, size) for purpose, size in throughout.items()]
+        by_purpose = added_up([*lives, *self.flights], count)
+        total = np.sum([*by_purpose.values()], axis=0).reshape(-1, 2)
         more = 2 * np.arange(count // 2) + total.argmax(axis=1)
         moments = [_moment(phase, node) for phase, node in self.calls]
-        return Held([*moments, *moments[-1:]], {part: sizes[more] for part, sizes in parts.items()})
+        return Held([*moments, *moments[-1:]], {purpose: sizes[more] for purpose, sizes in by_purpose.items()})
 
-    def _part(self, key: Hashable) -> Purpose:
+    def _purpose(self, key: Hashable) -> Purpose:
         if key in self.gradients:
             return Purpose.GRADIENTS
         if self.first[key] < self.backward <= self.last[key] and key not in self.results:

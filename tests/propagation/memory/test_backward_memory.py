@@ -42,28 +42,28 @@ def test_kept_values_go_one_after_another(lab):
     size = 4 * 8 * 4
     # the third sine reads the second one's result, the second the first one's; nothing reads the third one's, which
     # this choice keeps all the same
-    kept = [float(found.parts[Purpose.KEPT][at(problem, name)]) for name in ("sin_2", "sin_1", "sin")]
+    kept = [float(found.by_purpose[Purpose.KEPT][at(problem, name)]) for name in ("sin_2", "sin_1", "sin")]
     assert kept == [3 * size, size, 0.0]
 
 
 def test_inputs_are_there_throughout(lab):
     _, _, found = of_whole(lab, lambda x: torch.sin(x).sum(), (4, 8))
-    assert set(found.parts[Purpose.INPUTS]) == {4 * 8 * 4}
-    assert not found.parts[Purpose.PARAMETERS].any()
-    assert not found.parts[Purpose.OPTIMIZER].any()
+    assert set(found.by_purpose[Purpose.INPUTS]) == {4 * 8 * 4}
+    assert not found.by_purpose[Purpose.PARAMETERS].any()
+    assert not found.by_purpose[Purpose.OPTIMIZER].any()
     assert found.total.min() >= 4 * 8 * 4
 
 
 def test_a_gradient_is_there_from_the_last_reader_to_the_producer(lab):
     problem, _, found = of_whole(lab, lambda x: (torch.sin(x) * 2).exp().sum(), (4, 8))
     size = 4 * 8 * 4
-    assert found.parts[Purpose.VALUES][at(problem, "exp")] >= size
-    assert found.parts[Purpose.VALUES][at(problem, "sin")] >= size
+    assert found.by_purpose[Purpose.VALUES][at(problem, "exp")] >= size
+    assert found.by_purpose[Purpose.VALUES][at(problem, "sin")] >= size
 
 
 def test_an_addition_passes_its_gradient_on(lab):
     problem, _, found = of_whole(lab, lambda x: (torch.sin(x) + torch.cos(x)).sum(), (4, 8))
-    assert found.parts[Purpose.VALUES][at(problem, "add")] <= 2 * 4 * 8 * 4
+    assert found.by_purpose[Purpose.VALUES][at(problem, "add")] <= 2 * 4 * 8 * 4
 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.AUTO])
@@ -83,7 +83,7 @@ SIZE = 4 * 8 * 4  # bytes of the values below
 
 def test_a_gradient_is_written_over_that_of_the_result_where_nobody_else_reads_it(lab):
     problem, _, found = of_whole(lab, lambda x: (torch.relu(torch.exp(x)) * 2).exp().sum(), (4, 8))
-    assert [float(found.parts[Purpose.VALUES][at(problem, name)]) for name in ("exp_1", "mul", "relu")] == [
+    assert [float(found.by_purpose[Purpose.VALUES][at(problem, name)]) for name in ("exp_1", "mul", "relu")] == [
         2 * SIZE,
         SIZE,
         SIZE,
@@ -98,13 +98,16 @@ def test_the_gradient_of_a_residual_stream_is_there_once(lab):
 
     problem, _, found = of_whole(lab, fn, (4, 8))
     # of the stream, what the exponential makes of it, and nothing of the blocks behind
-    assert max(float(found.parts[Purpose.VALUES][at(problem, name)]) for name in ("exp", "exp_1", "exp_2")) == 2 * SIZE
+    assert (
+        max(float(found.by_purpose[Purpose.VALUES][at(problem, name)]) for name in ("exp", "exp_1", "exp_2"))
+        == 2 * SIZE
+    )
 
 
 def test_parts_of_a_split_have_a_gradient_each(lab):
     problem, _, found = of_whole(lab, lambda x: sum(p.exp().sum() for p in x.sin().split(2)), (4, 8))
     assert (
-        float(found.parts[Purpose.VALUES][at(problem, "split")]) >= 2 * SIZE
+        float(found.by_purpose[Purpose.VALUES][at(problem, "split")]) >= 2 * SIZE
     )  # those of the parts, and what is joined of them
 
 
@@ -115,7 +118,7 @@ def test_a_hub_lies_in_the_memory_of_what_it_is_of(lab):
 
     problem, kept, found = of_whole(lab, fn, (4, 8))
     assert kept.keeping.fates[at(problem, "tanh")] is KEPT
-    assert float(found.parts[Purpose.KEPT][at(problem, "hub of tanh")]) == SIZE
+    assert float(found.by_purpose[Purpose.KEPT][at(problem, "hub of tanh")]) == SIZE
 
 
 def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab):
@@ -134,4 +137,4 @@ def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab)
     linear = at(problem, "linear")
     found = timeline(own, kept)
     made = float(problem.vertices[linear].options.made[choice[linear]])
-    assert float(found.parts[Purpose.AGAIN][at(problem, "matmul")]) >= made > 0
+    assert float(found.by_purpose[Purpose.AGAIN][at(problem, "matmul")]) >= made > 0

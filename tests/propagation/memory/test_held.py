@@ -17,7 +17,7 @@ def test_a_life_counts_from_its_first_moment_to_its_last():
 def test_the_first_of_equal_moments_is_the_peak():
     held = Held([Moment("forward", name, name) for name in "ab"], added_up([Life(Purpose.INPUTS, 0, 1, 8)], 2))
     assert held.when == 0
-    assert np.array_equal(held.parts[Purpose.INPUTS], [8, 8])
+    assert np.array_equal(held.by_purpose[Purpose.INPUTS], [8, 8])
 
 
 def test_a_step_without_operators_holds_nothing():

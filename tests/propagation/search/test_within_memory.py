@@ -247,7 +247,7 @@ def test_recompute_all_keeps_the_least():
     free = dynamic_programming(problem)
     auto = with_fates(problem, free)
     everything = with_fates(limited_to(problem, None, recompute=Recompute.ALL), free)
-    assert everything.held.parts[Purpose.KEPT].max() < auto.held.parts[Purpose.KEPT].max()
+    assert everything.held.by_purpose[Purpose.KEPT].max() < auto.held.by_purpose[Purpose.KEPT].max()
     assert everything.keeping.fates.count(AGAIN) > auto.keeping.fates.count(AGAIN)
 
 
