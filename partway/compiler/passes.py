@@ -258,6 +258,7 @@ def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
         keep_cheapest=math.ceil(min(1 / algo.algo_approxi_epsilon, 1e18)) if algo.enable_algo_approxi else None,
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
+        gradient_fp32_sync=context.gradient_fp32_sync,
         optimizer_states=algo.optimizer_states,
         memory_limit=memory_limit(algo.memory_limit, inputs.profile),
         recompute=algo.recompute,
@@ -296,10 +297,6 @@ def _recompute(draft: Draft) -> Program:
     return recompute(draft.program, checkpointed(draft.program) | planned(draft.program))
 
 
-def _reduce_in_float32(draft: Draft) -> Program:
-    return reduce_in_float32(draft.program) if draft.inputs.context.gradient_fp32_sync else draft.program
-
-
 def _scale_gradients(draft: Draft) -> Program:
     mean = draft.inputs.context.gradients_mean
     return draft.program if mean else scale_parameter_gradients(draft.program, draft.program.parts)
@@ -332,7 +329,7 @@ DIFFERENTIATING = (
     Pass("differentiate", "program", _differentiate),
     Pass("recompute", "program", _recompute),
     Pass("recompute_within_others", "program", lambda draft: recompute(*within_others(draft.program))),
-    Pass("reduce_in_float32", "program", _reduce_in_float32),
+    Pass("reduce_in_float32", "program", lambda draft: reduce_in_float32(draft.program)),
     Pass("scale_gradients", "program", _scale_gradients),
     Pass("separate", "program", _separate),
 )

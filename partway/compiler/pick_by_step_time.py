@@ -53,4 +53,5 @@ def _priced(draft: Draft, price: float) -> Settings:
 
 def _end_of(draft: Draft, around: Around) -> float:
     """The predicted seconds of the step of a draft with a solution."""
-    return program_of(lowered(draft, around)).schedule.seconds
+    draft = lowered(draft, around)
+    return program_of(draft).schedule.seconds + draft.plan.optimizer_time

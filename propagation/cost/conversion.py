@@ -32,7 +32,7 @@ from ...strategy.placement import (
     step_kind,
     steps_between,
 )
-from ..ops.collectives import COLLECTIVES, shares_of
+from ..ops.collectives import COLLECTIVES, is_reduction, shares_of
 from .cost import Weights, collective_costs
 from .profile import DeviceProfile
 
@@ -85,6 +85,7 @@ class ConversionTable:
     tied         axes along which no step is allowed
     stay_split   splits stay: no step gathers or exchanges them, forward or backward
     again        the forward of a conversion runs once more in the backward
+    wider        how many times as many bytes an element has while sums of the backward send it
     short        sizes of dims that may be cut into more parts than they have elements
     """
 
@@ -99,6 +100,7 @@ class ConversionTable:
     tied: tuple[str, ...] = ()
     stay_split: bool = False
     again: bool = False
+    wider: int = 1
     short: frozenset[int] = frozenset()
 
     @cached_property
@@ -270,8 +272,9 @@ class ConversionTable:
         sets = [chosen for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)]
         names = tuple(tuple(self.mesh.axes[a] for a in chosen) for chosen in sets)
         coefficients = _coefficients(
-            self.states, self.gradient, self.stay_split, self.again, self.mesh, names, self.profile, self.weights
-        )
+            self.states, self.gradient, self.stay_split, self.again, self.wider, self.mesh, names, self.profile,
+            self.weights,
+        )  # fmt: skip
         return tuple(map(self._move, sets, coefficients))
 
     def _move(self, axes: tuple[int, ...], coefficients: tuple[Floats, Floats]) -> _Move:
@@ -369,6 +372,7 @@ def _coefficients(
     gradient: bool,
     stay_split: bool,
     again: bool,
+    wider: int,
     mesh: Mesh,
     sets: tuple[tuple[str, ...], ...],
     profile: DeviceProfile,
@@ -382,28 +386,29 @@ def _coefficients(
             continue
         if stay_split and ways[0] is Kind.PAD:  # padding and summing amounts to a gather
             continue
-        steps.append((i, j, (*ways, ways[0]) if again else ways))
-    collectives = {way for _, _, ways in steps for way in ways if way.communicates}
+        sent = [(way, wider if phase and is_reduction(way) else 1) for phase, way in enumerate(ways)]
+        steps.append((i, j, (*sent, sent[0]) if again else sent))
+    collectives = {way for _, _, ways in steps for way, _ in ways if way.communicates}
     local = dict.fromkeys((Kind.PAD, Kind.KEEP), (0.0, weights.compute / profile.memory_bandwidth))
     sizes = [mesh.size(*axes) for axes in sets]
     every = [collective_costs(mesh, axes, profile) for axes in sets]
     payloads = [shares_of(collectives, size) for size in sizes]
     coefficients = []
     for axes, costs, shares in zip(sets, every, payloads, strict=True):
-        sent = {
+        collective = {
             way: (weights.latency * costs[way][0], weights.wire * part * costs[way][1]) for way, part in shares.items()
         }
-        prices = local | sent
+        prices = local | collective
         fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
         np.fill_diagonal(fixed, 0.0)
         for i, j, ways in steps:
-            if len(axes) > 1 and not any(way in sent for way in ways):
+            if len(axes) > 1 and not any(way in collective for way, _ in ways):
                 continue
             fixed[i, j] = _STEP
-            for way in ways:
+            for way, times in ways:
                 seconds, per_byte = prices.get(way, (0.0, 0.0))
                 fixed[i, j] += seconds
-                linear[i, j] += per_byte
+                linear[i, j] += times * per_byte
         coefficients.append((fixed, linear))
     return tuple(coefficients)
 
@@ -419,6 +424,7 @@ def conversion_table(
     weights: Weights,
     stay_split: bool = False,
     again: bool = False,
+    wider: int = 1,
     short: frozenset[int] = frozenset(),
 ) -> ConversionTable:
     """The shared table for these arguments."""
@@ -434,6 +440,7 @@ def conversion_table(
         tied=(),
         stay_split=stay_split,
         again=again,
+        wider=wider,
         short=short,
     )
 

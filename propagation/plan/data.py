@@ -55,6 +55,7 @@ class TensorPlan(_Frozen):
     """One input or output: its global shape, its layout at rest (a code for each axis), and the annotation.
 
     producer   of an output: where its tensor comes from; None for an input, and in plans of an earlier version
+    seconds    of a trained parameter: of the optimizer's step on one device; 0 in plans of an earlier version
     """
 
     name: str
@@ -64,6 +65,7 @@ class TensorPlan(_Frozen):
     codes: tuple[str, ...]
     annotation: str = ""
     producer: Producer | None = None
+    seconds: float = 0.0
 
 
 class OperatorPlan(_Frozen):
@@ -269,8 +271,14 @@ class PlanData(_Frozen):
 
     @property
     def predicted_time(self) -> float:
-        """Seconds of one step without overlap."""
-        return sum(o.seconds + o.again for o in self.operators) + sum(c.predicted_time for c in self.collectives)
+        """Seconds of one step without overlap: forward, backward and the optimizer's step."""
+        operators = sum(o.seconds + o.again for o in self.operators)
+        return operators + sum(c.predicted_time for c in self.collectives) + self.optimizer_time
+
+    @property
+    def optimizer_time(self) -> float:
+        """Seconds of the optimizer's step on one device."""
+        return sum(t.seconds for t in self.inputs)
 
     @property
     def wire_bytes(self) -> float:

@@ -45,6 +45,9 @@ def make_plan(
     chosen = list(zip(problem.vertices, solution.choice, keeping.fates, strict=True))
     producer_of = _producers(problem)
     annotations = {(vertex.kind, vertex.name): vertex.annotation for vertex in problem.vertices}
+    updating = {
+        vertex.name: float(vertex.seconds[choice]) for vertex, choice, _ in chosen if vertex.kind is VertexKind.INPUT
+    }
 
     def tensors(placed: Iterable[PlacedPort], kind: VertexKind) -> tuple[TensorPlan, ...]:
         return tuple(
@@ -56,6 +59,7 @@ def make_plan(
                 codes=_codes(p.layout),
                 annotation=annotations.get((kind, p.port.name), ""),
                 producer=producer_of(p.port.node) if kind is VertexKind.OUTPUT else None,
+                seconds=updating.get(p.port.name, 0.0) if kind is VertexKind.INPUT else 0.0,
             )
             for p in placed
         )

@@ -34,7 +34,7 @@ class Plan(PlanData):
     operators         each with its strategy, its layouts and its seconds, in the order in which they run
     collectives       each with kind, axes, group_size, payload_bytes, wire_bytes, phase, tensor, source, and the
                       strategies of its producer and consumer; the forward's first
-    predicted_time    seconds of one forward and backward on one device, without overlap
+    predicted_time    seconds of one forward, backward and optimizer's step on one device, without overlap
     memory            bytes on one device
     certificate       the search's bound, the gap to it, and whether the plan is the optimum
     """

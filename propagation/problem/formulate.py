@@ -22,7 +22,7 @@ from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import REPLICATE, Placement, Shard
 from ..cost.conversion import Codes, ConversionTable, Floats, tie
-from ..cost.cost import LOOKUPS, rates_of
+from ..cost.cost import LOOKUPS, rates_of, update_seconds
 from ..graph.graph import Graph, constant_nodes, differentiated, gradient_flow, recomputed, writing_in_place
 from ..graph.nodes import (
     Value,
@@ -45,7 +45,18 @@ from ..rules.rule import Rule
 from ..rules.table import is_elementwise, rule_of
 from .manual_option import option_of_manual
 from .operator_options import OperatorCall, cheapest, operator_options
-from .problem import Allowed, Edge, Fallback, Options, SearchProblem, Settings, TensorFacts, Vertex, VertexKind
+from .problem import (
+    NARROW,
+    Allowed,
+    Edge,
+    Fallback,
+    Options,
+    SearchProblem,
+    Settings,
+    TensorFacts,
+    Vertex,
+    VertexKind,
+)
 
 
 def formulate(
@@ -82,6 +93,7 @@ class _Formulation:
             graph.differentiable,
             weights_read(graph, flows, self.recomputed, settings.rules),
             frozenset(port.node for port in graph.inputs if port.role is Role.PARAMETER),
+            summed_wide(graph, flows) if settings.gradient_fp32_sync else frozenset(),
         )
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
@@ -158,9 +170,12 @@ class _Formulation:
         codes = _codes(table, layouts)
         held = table.held[codes]
         s = self.settings
-        copies = 2.0 + s.optimizer_states if port.role is Role.PARAMETER and port.requires_grad else 1.0
-        unary = s.weights.memory * copies * held / 1e9
-        return replace(_unsplit(s.mesh, table, codes, operand=False), unary=unary, held=held, memory=copies * held)
+        trained = port.role is Role.PARAMETER and port.requires_grad
+        copies = 2.0 + s.optimizer_states if trained else 1.0
+        updating = update_seconds(held, s.optimizer_states, s.profile) if trained else np.zeros(len(held))
+        unary = s.weights.memory * copies * held / 1e9 + s.weights.compute * updating
+        options = _unsplit(s.mesh, table, codes, operand=False)
+        return replace(options, unary=unary, seconds=updating, held=held, memory=copies * held)
 
     def _at_rest(self, table: ConversionTable) -> tuple[Layout, ...]:
         """The layouts that an input or output may have: split, or whole on every rank."""
@@ -396,6 +411,16 @@ def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ..
 # -- The parameters that the backward reads: what was gathered of them is kept, or gathered again. Of three operators,
 # embedding(table, ids), linear(x, w, b) and y + e, it reads w, for the gradient of x, and none of table, b and e, which
 # only take a gradient
+
+
+def summed_wide(graph: Graph, flows: frozenset[Value]) -> frozenset[Value]:
+    """The parameters in bfloat16 or float16 that a gradient reaches, and values in these dtypes that `rearranges`
+    makes from parameters, such as casts."""
+    rearranged = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
+    for node in graph.nodes:
+        if (rearranges(node) or node.target is constrain) and rearranged.issuperset(map(source_of, operands(node))):
+            rearranged.update(values_of(node))
+    return frozenset(v for v in rearranged & flows if tensor_of(v).dtype in NARROW)
 
 
 def weights_read(graph: Graph, flows: frozenset[Value], recomputed: frozenset[fx.Node], own: Rows) -> frozenset[Value]:

@@ -53,6 +53,8 @@ from ..rules.custom import Rows
 from ..rules.rule import Rule
 from ..rules.tensors.reductions import MAXIMA
 
+# gradient_fp32_sync: sums over ranks of parameters' gradients in these dtypes are sent in that one
+NARROW, SUMMED_IN = (torch.bfloat16, torch.float16), torch.float32
 _SHOWN = 6  # strategies of an operator that are printed
 AMONG = " among the strategies that enable_algo_approxi leaves"  # the scope of the bound of an approximate problem
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, the user's text)
@@ -86,6 +88,7 @@ class Settings:
     slice_align         contractions keep slices of the last dim to multiples of this (1: no limit)
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
+    gradient_fp32_sync  sums over ranks of parameters' gradients in bfloat16 and float16 send float32
     optimizer_states    copies of each parameter that the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold at a time; None: any number
     recompute           which values the backward may compute again
@@ -105,6 +108,7 @@ class Settings:
     keep_cheapest: int | None = None
     slice_align: int = 1
     shard_parameters: int | None = None
+    gradient_fp32_sync: bool = True
     optimizer_states: float = 2.0
     memory_limit: float | None = None
     recompute: Recompute = Recompute.AUTO
@@ -278,12 +282,18 @@ class TensorFacts:
     differentiable   values that may have a gradient
     weights          parameters, and values made from them alone, that the backward reads
     parameters       the inputs that are parameters
+    wide             values whose gradients, which are those of parameters, are sent in float32 where they are summed
     """
 
     flows: frozenset[Value] = frozenset()
     differentiable: frozenset[Value] = frozenset()
     weights: frozenset[Value] = frozenset()
     parameters: frozenset[fx.Node] = frozenset()
+    wide: frozenset[Value] = frozenset()
+
+    def wider(self, v: Value) -> int:
+        """How many times as many bytes an element of the tensor `v` has while sums of the backward send it."""
+        return SUMMED_IN.itemsize // tensor_of(v).element_size() if v in self.wide else 1
 
     def table(self, v: Value, settings: Settings, *, output: bool = False) -> ConversionTable:
         """The costs of converting the tensor `v`; `output`: into the layout of an output.
@@ -308,6 +318,7 @@ class TensorFacts:
             weights,
             stay_split=settings.stay_split and not (output or in_parts),
             again=bool(settings.regather) and v in self.weights,
+            wider=self.wider(v),
             short=settings.short.intersection(tensor.shape),
         )
 

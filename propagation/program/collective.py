@@ -14,7 +14,8 @@ from ...strategy.placement import Kind, Placement, kind, step_kind
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from ..graph.printer import Notes
-from ..ops.collectives import convert, convert_group, kind_of, payload_of_whole
+from ..ops.collectives import convert, convert_group, is_reduction, kind_of, payload_of_whole
+from ..problem.problem import SUMMED_IN
 
 PHASES = ("forward", "backward")
 _NAMED = 4  # tensors of a group that are named at most
@@ -28,7 +29,8 @@ class Conversion:
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
     `gradient`: its transpose runs in the planned backward. `again`: it stands for a conversion whose forward runs once
     more in the backward (recompute.py). `repeated`: its result is not kept, and it runs again where the backward reads
-    it. For an exchange, `whole_bytes` are those of the whole dim.
+    it. For an exchange, `whole_bytes` are those of the whole dim. `wider`: how many times as many bytes an element has
+    while sums of the backward send it (gradient_fp32_sync).
     """
 
     tag: int
@@ -48,6 +50,7 @@ class Conversion:
     line: str
     again: bool = False
     repeated: bool = False
+    wider: int = 1
 
     def kind(self, phase: str) -> Kind:
         """The kind of the conversion in the "forward" or the "backward"."""
@@ -58,7 +61,12 @@ class Conversion:
     def payload(self, phase: str) -> int:
         """The payload of its collective in a phase: see `Collective.payload_bytes`."""
         forward = self.again or phase == "forward"
-        return payload_of_whole(self.kind(phase), self.source, self.target, self.whole_bytes, self.size, forward)
+        kind, whole = self.kind(phase), self.whole_bytes * (self.wider if self.is_wide(phase) else 1)
+        return payload_of_whole(kind, self.source, self.target, whole, self.size, forward)
+
+    def is_wide(self, phase: str) -> bool:
+        """Whether it is a sum in a phase that sends wider elements than its tensor has."""
+        return self.wider > 1 and not self.again and phase == "backward" and is_reduction(self.kind(phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
         consumer=conversion.consumer,
         where=conversion.where,
         path=conversion.path,
-        dtype=str(conversion.dtype).removeprefix("torch."),
+        dtype=str(SUMMED_IN if conversion.is_wide(phase) else conversion.dtype).removeprefix("torch."),
         predicted_time=collective_seconds(kind, payload, mesh, conversion.axes, profile),
         tag=conversion.tag,
         members=(conversion.tensor,),

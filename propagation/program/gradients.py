@@ -11,17 +11,13 @@ from torch import fx
 
 from ...strategy.placement import PARTIAL, placement_from_code
 from ..graph.graph import Text
-from ..graph.nodes import is_port, returned_by
+from ..graph.nodes import is_port
 from ..graph.port import Role
 from ..ops.collectives import convert, is_reduction, kind_of
+from ..problem.problem import SUMMED_IN
 from .program import Program
 
 aten = torch.ops.aten
-_NARROW = (torch.bfloat16, torch.float16)
-_MOVES = (
-    aten._to_copy.default, aten.mul.Scalar, aten.t.default, aten.transpose.int, aten.permute.default,
-    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, convert,
-)  # fmt: skip
 
 
 def reduce_in_float32(program: Program) -> Program:
@@ -29,56 +25,36 @@ def reduce_in_float32(program: Program) -> Program:
     is rounded once, unless it becomes float32 anyway, as under autocast."""
     if program.backward is None:
         return program
-    graph, conversions = fx.Graph(), list(program.conversions)
+    graph = fx.Graph()
     graph.output(graph.graph_copy(program.backward.graph, {}))
     wider = _Wider()
-    for node in _reductions(graph, program):
-        operand, *how, tag = node.args
-        assert isinstance(operand, fx.Node) and isinstance(tag, int)
-        wide = replace(
-            conversions[tag],
-            tag=len(conversions),
-            dtype=torch.float32,
-            parameter=True,
-            whole_bytes=conversions[tag].whole_bytes * 2,
-        )
-        conversions.append(wide)
+    for node in [node for node in graph.find_nodes(op="call_function", target=convert) if _is_wide(node, program)]:
+        operand, *how = node.args
         with graph.inserting_before(node):
             raised = _cast(graph, operand, wider[operand.meta["val"]])
-            reduced = graph.call_function(convert, (raised, *how, wide.tag))
+            reduced = graph.call_function(convert, (raised, *how))
             reduced.meta["val"] = wider[node.meta["val"]]
             rounded = _cast(graph, reduced, node.meta["val"])
         for user in [user for user in node.users if user.target is aten._to_copy.default]:
-            if user.meta["val"].dtype is torch.float32:
+            if user.meta["val"].dtype is SUMMED_IN:
                 user.replace_all_uses_with(reduced)
         node.replace_all_uses_with(rounded)
     graph.eliminate_dead_code(is_impure_node=is_port)
-    return replace(program, conversions=tuple(conversions), backward=Text(program.backward, graph))
+    return replace(program, backward=Text(program.backward, graph))
 
 
-def _reductions(graph: fx.Graph, program: Program) -> list[fx.Node]:
-    """The sums over ranks of 16-bit values among the last conversions and casts of parameters' gradients."""
-    sums: dict[fx.Node, None] = {}
-    placed = [placed for placed, needs in zip(program.inputs, program.needed, strict=True) if needs]
-    for port, node in zip(placed, returned_by(graph), strict=True):
-        while port.port.role is Role.PARAMETER and isinstance(node, fx.Node) and node.target in _MOVES:
-            if node.target is convert and _adds_narrow(node):
-                sums[node] = None
-            node = node.all_input_nodes[0]
-    return list(sums)
-
-
-def _adds_narrow(node: fx.Node) -> bool:
-    source, target = str(node.args[1]), str(node.args[2])
-    sums = is_reduction(kind_of(source, target)) and placement_from_code(source) == PARTIAL
-    return sums and node.meta["val"].dtype in _NARROW
+def _is_wide(node: fx.Node, program: Program) -> bool:
+    """Whether a conversion of the backward is a sum over ranks of a 16-bit gradient of a parameter."""
+    _, source, target, *_, tag = node.args
+    adds = is_reduction(kind_of(str(source), str(target))) and placement_from_code(str(source)) == PARTIAL
+    return adds and program.conversions[tag].wider > 1
 
 
 class _Wider(dict[torch.Tensor, torch.Tensor]):
     """The float32 version of each value. Equal layers share their fake tensors."""
 
     def __missing__(self, value: torch.Tensor) -> torch.Tensor:
-        self[value] = value.to(torch.float32)
+        self[value] = value.to(SUMMED_IN)
         return self[value]
 
 
