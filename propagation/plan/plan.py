@@ -98,11 +98,12 @@ class Plan(PlanData):
 
         Nodes are `"input NAME"`, `"output NAME"`, operators by their name, and `"constant NAME"` (a value that depends
         on no input, which is not planned). Attributes of each: `kind` ("input", "output", "operator", "constant") and
-        `name`; of inputs and outputs `role`, `shape`, `dtype`, `layout`, `annotation`; of operators `operator`
-        ("aten.linear.default"), `result` ("float32[8, 16]"), `module` (its path), `source` (file, line and code),
-        `strategy`, `factors` (by axis the factor that it splits, or None), `layouts` (of its results), `annotation`,
-        `seconds` (forward and backward, without collectives), `held_bytes` (kept for the backward on one device),
-        `fate` ("kept", "again", or "gone" if the backward does not read it) and `again` (seconds to compute it again).
+        `name`; of inputs and outputs `role`, `shape`, `dtype`, `layout`, `annotation`, `seconds` (of the optimizer's
+        step on a parameter); of operators `operator` ("aten.linear.default"), `result` ("float32[8, 16]"), `module`
+        (its path), `source` (file, line and code), `strategy`, `factors` (by axis the factor that it splits, or None),
+        `layouts` (of its results), `annotation`, `seconds` (forward and backward, without collectives), `held_bytes`
+        (kept for the backward on one device), `fate` ("kept", "again", or "gone" if the backward does not read it) and
+        `again` (seconds to compute it again).
 
         Edges lead from producer to consumer; the key is the position of the operand, 0 at an output. Attributes:
         `tensor` (its name), `result` (its number among the producer's results), `produced_as` and `read_as` (layouts:

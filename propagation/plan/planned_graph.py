@@ -125,6 +125,7 @@ def _tensor(side: str, t: TensorPlan) -> dict[str, Any]:
         "dtype": t.dtype,
         "layout": t.codes,
         "annotation": t.annotation,
+        "seconds": t.seconds,
     }
 
 

@@ -20,7 +20,7 @@ def test_the_totals_are_those_of_the_parts(plan):
     assert (memory.phase, memory.at) == ("backward", "linear")
     assert plan.wire_bytes == sum(c.wire_bytes for c in plan.collectives)
     assert plan.predicted_time == pytest.approx(
-        sum(o.seconds for o in plan.operators) + sum(c.predicted_time for c in plan.collectives)
+        sum(o.seconds for o in plan.operators) + sum(c.predicted_time for c in plan.collectives) + plan.optimizer_time
     )
 
 
