@@ -1,27 +1,28 @@
 """The costs of collectives, by alpha-beta on each level of the network, and of operators, by a roofline.
 
-A collective takes `launch + steps * latency + wire / bandwidth`, with `wire` the bytes that one of n ranks sends in a
-ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The table of kinds
-(`propagation/ops/collectives.py`) has the bytes and the steps of each.
+A collective takes `launch + messages * latency + wire / bandwidth`, with `wire` the bytes that one of n ranks sends in
+a ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The table of kinds
+(`propagation/ops/collectives.py`) has the bytes and the messages of each.
 
-A group with n ranks in each of m nodes runs in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
+In a group with n ranks in each of m nodes, all n ranks of a node send their share of the traffic between nodes at once,
+each through its own adapter or a share of a common one. Between nodes
 
-    all_reduce       reduce_scatter inside, all_reduce of 1/n across, all_gather inside
-    all_gather       all_gather of 1/n across, all_gather inside
-    reduce_scatter   reduce_scatter inside, reduce_scatter of 1/n across
-    all_to_all       all_to_all inside, all_to_all across, each of all bytes held
+    around a ring    one ring visits all ranks of a node before the next node's: all_gather, reduce_scatter, and
+                     all_reduce with gloo. Each rank sends 1/n of what a rank of m * n ranks sends
+    by trees         NCCL's all_reduce: 1/n of what a rank of m ranks sends, in 2 log2(m) messages
+    directly         all_to_all: each rank sends (m - 1) / m of what it holds
 
-so that each level runs the same collective on a share of the bytes. All n ranks of a node send their share of the
-traffic between nodes at once, each through its own adapter. The waits of the levels add up. Their bytes do not: the
-phases use different links and are pipelined in chunks, so that the busiest level sets the pace. (On 2 nodes of 8 H100
-all_reduce reaches 267 GB/s and all_gather 410, as NVLink alone does; the sum of the phases predicts 137 and 231.)
+The waits of the levels add up. Their bytes do not: collectives are pipelined in chunks over different links, so that
+the busiest level sets the pace. (On 2 nodes of 8 H100 all_reduce reaches 267 GB/s, as NVLink alone does, and all_gather
+410; the sum of the phases predicts 137 and 231.)
 
 Groups that do not fill their nodes evenly (3 of 8 ranks, the next 3, 2 and 1 of the third ...) are one ring over
 the slowest level that they touch.
 
-An operator takes its measured time (rates.py). With a profile without measurements it takes `max(flops / peak,
-bytes / memory bandwidth)` (Williams et al., "Roofline", 2009) plus the overhead of the profile. The overhead is added,
-not a minimum: with a minimum, splitting small work would seem to gain nothing.
+An operator takes its measured time (rates.py). With a profile without measurements it takes `overhead + flops / (peak *
+share) + bytes / (memory bandwidth * share)`, with the shares that the profile says are reached. So a product of m x k
+and k x n reaches `share / (1 + (1/m + 1/n + 1/k) * c)` of the peak: the smaller its sizes the less, as kernels do that
+fill and drain their pipelines for every tile.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ WEIGHTS = {
 }
 
 
+Joined = Sequence[tuple[NetworkLevel, int]]  # the levels that join a group, inside out, each with its ranks on it
+
+
 def wire_bytes(kind: Kind, payload: float, size: int) -> float:
     """Bytes that one of `size` ranks sends. `payload`: the whole value's bytes; all_to_all: the bytes held; exchange:
     the bytes sent."""
@@ -118,23 +122,54 @@ def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) 
 
 
 def costs_over(levels: Sequence[NetworkLevel], sizes: Sequence[int]) -> Mapping[Kind, tuple[float, float]]:
-    """As `collective_costs`, for a group with so many ranks on each of `levels`, inside out."""
+    """As `collective_costs`, for a group with so many ranks on each of `levels`, inside out. Latencies add up; the
+    slowest level determines the cost of the bytes."""
     joined = [(level, size) for level, size in zip(levels, sizes, strict=True) if size > 1]
     launch = joined[-1][0].launch if joined else 0.0  # of the outermost level: the phases are a single call
     costs = {}
-    for kind, row in COLLECTIVES.items():
-        waiting = sum(row.steps(size) * level.latency.of(kind) for level, size in joined)
-        sent = sent_by_level(kind, [size for _, size in joined])
+    for kind in COLLECTIVES:
+        messages, sent = messages_by_level(kind, joined), sent_by_level(kind, joined)
+        waiting = sum(count * level.latency.of(kind) for count, (level, _) in zip(messages, joined, strict=True))
         per_byte = (part / _bandwidth(level, kind, size) for part, (level, size) in zip(sent, joined, strict=True))
         costs[kind] = launch + waiting, max(per_byte, default=0.0)
     return costs
 
 
-def sent_by_level(kind: Kind, sizes: Sequence[int]) -> tuple[float, ...]:
-    """The bytes that each device sends on each level for a byte of payload, in a group with so many ranks on each."""
-    row, share, sent = COLLECTIVES[kind], 1.0, []
-    for size in sizes:
-        sent.append(share * row.wire(1, size) if size > 1 else 0.0)
+def by_trees(level: NetworkLevel, kind: Kind) -> bool:
+    """Whether a collective goes between the units of a level by trees, up and down, and not around a ring."""
+    return level.trees and kind is Kind.ALL_REDUCE
+
+
+def messages_by_level(kind: Kind, joined: Joined) -> tuple[int, ...]:
+    """The number of consecutive messages on each level.
+
+    Data that go around a ring of all ranks cross each level as often as the ring does: 8 nodes of 8 ranks are 63 links,
+    7 of them between nodes. (NCCL counts rings and trees in the same way, src/graph/tuning.cc.)
+    """
+    row, counts, outside = COLLECTIVES[kind], [], 1
+    for level, size in reversed(joined):
+        if by_trees(level, kind):
+            counts.append(2 * math.ceil(math.log2(size)))
+        elif row.narrows:
+            counts.append(row.steps(size * outside) - row.steps(outside))
+            outside *= size
+        else:
+            counts.append(row.steps(size))
+    return tuple(reversed(counts))
+
+
+def sent_by_level(kind: Kind, joined: Joined) -> tuple[float, ...]:
+    """The bytes that each device sends on each level for a byte of payload.
+
+    A ring visits all ranks of a unit before it leaves for the next unit. So one link out of each unit carries what one
+    of all n ranks sends, which is the 1 / k of each of the k ranks inside: of 2 units of 8 ranks, 15/16 of the payload
+    of an all_gather, where trees, and direct messages, carry only what the other unit lacks.
+    """
+    row, share, ranks, sent = COLLECTIVES[kind], 1.0, 1, []
+    for level, size in joined:
+        ranks *= size
+        around = ranks if row.narrows and not by_trees(level, kind) else size
+        sent.append(share * row.wire(1, around))
         share /= size if row.narrows else 1
     return tuple(sent)
 
@@ -191,7 +226,10 @@ def operator_seconds(
     computing = np.asarray(flops) / profile.peak.of(dtype)
     moved = np.asarray(moved)
     if rates is None:
-        return np.asarray(profile.overhead + np.maximum(computing, moved / profile.memory_bandwidth))
+        reached = profile.reached
+        return np.asarray(
+            profile.overhead + computing / reached.products + moved / (reached.memory * profile.memory_bandwidth)
+        )
     slower = profile.peak.float32 / profile.peak.of(dtype)
     least = np.maximum(computing, np.maximum(moved - CACHED, 0.0) / profile.memory_bandwidth)
     seconds: NDArray[np.float64] = np.maximum(rates.seconds(np.asarray(flops) * slower, moved, written), least)

@@ -54,6 +54,7 @@ _FIGURES = {kind: figures_of(kind).value for kind in COLLECTIVES}
 _KINDS = tuple(field.name for field in fields(ByKind))
 _POSITIVE = "a finite number above 0"
 _TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'
+_SHARE_OF_PEAK = "a number above 0 and up to 1, the share of the peak"
 _SHARE = "a number above 0 and up to 1, the share of what it does alone"
 _SHARE_OF_WAITS = "a number above 0 and up to 1, the share of what it waits by itself"
 _OPERATORS = "a list of the rates of operators and kinds, each once, and among them other"
@@ -145,6 +146,18 @@ class Sources(ProfileFigures):
     overhead: _Source
 
 
+class Reached(ProfileFigures):
+    """The share of its peak that a device reaches: of the operations in large matrix products, of the bytes in large
+    copies."""
+
+    products: Annotated[float, Field(gt=0, le=1, description=_SHARE_OF_PEAK)]
+    memory: Annotated[float, Field(gt=0, le=1, description=_SHARE_OF_PEAK)]
+    source: _Source
+
+
+PEAK = Reached(products=1.0, memory=1.0, source="the peaks themselves")
+
+
 class Together(ProfileFigures):
     """The speed of each lane while operators compute and a collective runs, as a share of its speed alone.
 
@@ -164,10 +177,12 @@ class NetworkLevel(ProfileFigures):
     """One level of the network: ranks 0 to devices - 1 are in its first unit, the next `devices` in its second, ...
 
     devices     how many devices one unit holds (None: any number)
-    bandwidth   for each kind of collective the bytes/s that one device sends, or algorithm bandwidths (payload bytes
-                over seconds, as nccl-tests print them) by group size
-    latency     for each kind the seconds per ring step
+    bandwidth   for each kind of collective the bytes/s that one device sends while all devices of its unit send, or
+                algorithm bandwidths (payload bytes over seconds, as nccl-tests print them) by group size
+    latency     for each kind the seconds per message
     launch      seconds per collective
+    trees       an all_reduce goes between units by trees, as NCCL's does: its latency grows with the logarithm of the
+                number of units. Else it goes around a ring, as gloo's does, and so do all_gather and reduce_scatter
     """
 
     name: Annotated[str, Field(min_length=1, description="a name, such as nvlink")]
@@ -176,6 +191,7 @@ class NetworkLevel(ProfileFigures):
     bandwidth: _Bandwidth
     latency: _Latency
     launch: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
+    trees: Annotated[bool, Field(description="true or false")] = False
 
 
 class DeviceProfile(ProfileFigures):
@@ -185,9 +201,10 @@ class DeviceProfile(ProfileFigures):
     memory             bytes of one device; memory_bandwidth in bytes/s
     overhead           seconds per operator, added to those of its work
     levels             the network from inside out: each level joins the devices of one unit
+    reached            the shares of the peak and of the memory bandwidth that operators reach
     together           how much operators and collectives slow each other down when they run at the same time
-    operators          measured rates of operators; if empty, as in the presets, an operator takes the time of a
-                       roofline of peak and memory bandwidth, plus the overhead
+    operators          measured rates of operators; if empty, as in the presets, an operator takes the time of its
+                       operations, plus that of its bytes, plus the overhead
     """
 
     name: Annotated[str, Field(min_length=1, description="a name")]
@@ -197,6 +214,7 @@ class DeviceProfile(ProfileFigures):
     overhead: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
     sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
     levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
+    reached: Reached = Field(default=PEAK, description="an object with products, memory and source")
     together: Together = Field(default=ALONE, description="an object with computing, communicating and queued")
     operators: tuple[OperatorRates, ...] = Field(default=(), description=_OPERATORS)
 
@@ -315,6 +333,7 @@ _NESTED: dict[str, type[ProfileFigures]] = {
     "peak": PeakRates,
     "sources": Sources,
     "levels": NetworkLevel,
+    "reached": Reached,
     "together": Together,
     "operators": OperatorRates,
     "forward": Rates,
