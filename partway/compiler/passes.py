@@ -43,7 +43,7 @@ from partway.propagation.program.lower import lower
 from partway.propagation.program.program import Program, verify_program
 from partway.propagation.program.recompute import checkpointed, planned, recompute, within_others
 from partway.propagation.search.search import SEARCHES, find, search
-from partway.propagation.search.solution import Solution, verify_solution
+from partway.propagation.search.solution import Elsewhere, Solution, verify_solution
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.planning_log import stage
 from partway.strategy import Mesh, StrategyError
@@ -51,6 +51,7 @@ from partway.strategy.basics.blocks import uncollected
 
 RESERVED = 0.06  # of a device's memory: for the driver, communication buffers and the allocator's gaps
 GROUP_SHARE = 0.01  # of a memory limit: the largest group of collectives by itself
+WORTH_AN_AXIS = 0.02  # the share of a plan's cost that one more axis has to save: more axes mean more collectives
 _LATER: Any = None  # a field that a later pass makes
 
 
@@ -60,6 +61,7 @@ class Draft:
 
     below     the cost of a plan on another mesh, an upper bound for the search
     found     the solution of the search mode, without bound and fates, if FINDING ran
+    elsewhere the other meshes that were candidates
     planned   whether the plan has a backward of each output
     wanted    whether the backward of the program starts from each output
 
@@ -71,6 +73,7 @@ class Draft:
     settings: Settings = _LATER
     below: float = math.inf
     found: Solution | None = None
+    elsewhere: Elsewhere | None = None
     annotations: Annotations = _LATER
     problem: SearchProblem = _LATER
     solution: Solution = _LATER
@@ -153,7 +156,7 @@ def _lower(draft: Draft) -> Program:
 
 def _make_plan(draft: Draft) -> Plan:
     mode, written = draft.inputs.context.search_mode, draft.annotations.written
-    return make_plan(draft.problem, draft.solution, draft.program, mode, written)
+    return make_plan(draft.problem, draft.solution, draft.program, mode, written, draft.elsewhere)
 
 
 ANNOTATING = (Pass("annotate", "annotations", lambda draft: annotate(draft.inputs, draft.mesh)),)
@@ -183,23 +186,34 @@ def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around = applied) -> Dr
 
 @uncollected()
 def search_on_cheapest_mesh(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around = applied) -> Draft:
-    """The draft, up to its solution, of the cheapest plan on any of `meshes`; of equal plans, that on the first mesh. A
-    mesh on which an annotation cannot be satisfied is skipped; if all are, raises the StrategyError of the first.
+    """The draft, up to its solution, of the cheapest plan on any of `meshes`, if each axis has to save WORTH_AN_AXIS; of
+    equal plans, that on the first mesh. A mesh on which an annotation cannot be satisfied is skipped; if all are,
+    raises the StrategyError of the first.
     """
     best: Draft | None = None
     refused: StrategyError | None = None
+    bounds: dict[Mesh, float] = {}
     for start in _starts(inputs, meshes, around):
+        below = best.solution.cost * _worth(best.mesh) / _worth(start.mesh) if best else math.inf
         try:
-            draft = _searched(replace(start, below=best.solution.cost if best else math.inf), around)
+            draft = _searched(replace(start, below=below), around)
         except StrategyError as error:
             refused = refused or error
             continue
-        if best is None or draft.solution.cost < best.solution.cost * (1 - 1e-9):
+        bounds[draft.mesh] = -math.inf if draft.problem.approximate else draft.solution.bound
+        if draft.solution.cost < below * (1 - 1e-9):
             best = draft
     if best is None:
         assert refused is not None
         raise refused
-    return replace(best, below=math.inf, found=None)  # later searches are on this mesh only
+    del bounds[best.mesh]
+    elsewhere = Elsewhere(len(bounds), min(bounds.values())) if bounds else None
+    return replace(best, below=math.inf, found=None, elsewhere=elsewhere)  # later searches are on this mesh only
+
+
+def _worth(mesh: Mesh) -> float:
+    """The factor by which the cost of a plan on a mesh counts, for the number of its axes."""
+    return float((1 + WORTH_AN_AXIS) ** len(mesh.axes))
 
 
 def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around) -> Sequence[Draft]:
@@ -212,8 +226,8 @@ def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around) -> Seque
     for i, start in enumerate(starts):
         with contextlib.suppress(StrategyError):
             starts[i] = run((*ANNOTATING, *SEARCHING[:1], FINDING), start, around)
-    costs = {start.mesh: f"{start.found.cost:.9e}" if start.found else "inf" for start in starts}  # without noise
-    return sorted(starts, key=lambda start: float(costs[start.mesh]))
+    costs = {start.mesh: f"{start.found.cost * _worth(start.mesh):.9e}" if start.found else "inf" for start in starts}
+    return sorted(starts, key=lambda start: float(costs[start.mesh]))  # of the texts, which have no noise
 
 
 def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around = applied) -> Draft:

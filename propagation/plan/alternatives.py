@@ -39,9 +39,9 @@ from ..search.exact import dynamic_programming
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
 from ..search.within_memory import trade_offs
+from .data import SAME
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
-SAME = 1e-9  # the relative difference of costs up to which they count as equal
 _EXACT = SearchMode.DYNAMIC_PROGRAMMING
 NAMED = 2  # collectives of the alternative that are named
 

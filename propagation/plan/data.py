@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from ...strategy.basics.units import human, lasting
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
+from ...strategy.notation import counted
 from ...strategy.placement import placement_from_code
 from ..graph.port import Role
 from ..memory.held import Held, Purpose
@@ -22,6 +23,7 @@ from ..problem.problem import AMONG
 from ..program.collective import Collective
 from ..search.search import SEARCHES, SearchMode
 
+SAME = 1e-9  # the relative difference of costs up to which they count as equal
 _FORMAT = 1
 
 
@@ -180,6 +182,8 @@ class Certificate(_Frozen):
     ends           the predicted end of the step, in seconds from its beginning, with overlap; None: not predicted, as
                    only level 2 does it
     ends_bound     no plan's step ends earlier, by the same prices
+    other_meshes   the number of other meshes on which the call could have been planned
+    bound_elsewhere   no plan on them costs less (None: unknown)
     """
 
     mode: SearchMode
@@ -196,6 +200,8 @@ class Certificate(_Frozen):
     inference: bool = False
     ends: float | None = None
     ends_bound: float | None = None
+    other_meshes: int = 0
+    bound_elsewhere: float | None = None
 
     @property
     def gap(self) -> float | None:
@@ -205,10 +211,23 @@ class Certificate(_Frozen):
         return None if self.bound is None or self.bound <= 0 else (self.cost - self.bound) / self.bound
 
     def __str__(self) -> str:
+        said = f"{self._of_search()}{self._of_meshes()}"
         if self.ends is None or self.ends_bound is None:
-            return self._of_search()
+            return said
         later = 100 * (self.ends / self.ends_bound - 1) if self.ends_bound else math.inf
-        return f"{self._of_search()}; the step ends after {lasting(self.ends)}, at most {later:.1f} % later than any"
+        on = " on this mesh" if self.other_meshes else ""
+        return f"{said}; the step ends after {lasting(self.ends)}, at most {later:.1f} % later than any{on}"
+
+    def _of_meshes(self) -> str:
+        if not self.other_meshes:
+            return ""
+        others = counted(self.other_meshes, "other mesh", "other meshes")
+        if self.bound_elsewhere is None:
+            return f" on this mesh; of {others} only plans of this mode are known"
+        cheaper = 1 - self.bound_elsewhere / self.cost if self.cost else 0.0
+        if cheaper <= SAME:
+            return f" on this mesh, and on {others}"
+        return f" on this mesh; on {others} a plan costs at most {100 * cheaper:.1f} % less"
 
     def _of_search(self) -> str:
         binds = self.binding and self.memory_limit is not None

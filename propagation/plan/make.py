@@ -24,7 +24,7 @@ from ..problem.problem import SearchProblem, Settings, Vertex, VertexKind
 from ..program.lower import describe_option
 from ..program.program import PlacedPort, Program
 from ..search.search import SearchMode
-from ..search.solution import Solution
+from ..search.solution import Elsewhere, Solution
 from .alternatives import Alternatives, outcome
 from .data import Certificate, Memory, OperatorPlan, Producer, ProducerKind, TensorPlan
 from .plan import Plan
@@ -36,9 +36,10 @@ def make_plan(
     program: Program,
     mode: SearchMode,
     written: Mapping[str, str] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Plan:
     """The Plan of a solution, with the collectives of its program. `written`: the place where the annotation of each
-    tensor was written (default: each in its own)."""
+    tensor was written (default: each in its own). `elsewhere`: the other meshes that were candidates."""
     reached = outcome(problem, solution, program)
     keeping, held = solution.keeping, solution.held
     assert keeping is not None and held is not None
@@ -77,7 +78,7 @@ def make_plan(
         outputs=tensors(program.outputs, VertexKind.OUTPUT),
         collectives=reached.collectives,
         memory=Memory.at_peak(held),
-        certificate=_certificate(problem, solution, program, mode),
+        certificate=_certificate(problem, solution, program, mode, elsewhere),
         unknown_operators=problem.unknown,
     )
     return plan.of(lambda: Alternatives(problem, reached, mode, written or {}))
@@ -127,7 +128,9 @@ def _types(node: fx.Node) -> tuple[str, ...]:
     return tuple(map(described, made if isinstance(made, (tuple, list)) else (made,)))
 
 
-def _certificate(problem: SearchProblem, solution: Solution, program: Program, mode: SearchMode) -> Certificate:
+def _certificate(
+    problem: SearchProblem, solution: Solution, program: Program, mode: SearchMode, elsewhere: Elsewhere | None
+) -> Certificate:
     return Certificate(
         mode=mode,
         cost=program.cost,
@@ -143,6 +146,8 @@ def _certificate(problem: SearchProblem, solution: Solution, program: Program, m
         inference=not problem.graph.differentiable,
         ends=solution.ends.seconds if solution.ends else None,
         ends_bound=solution.ends.bound if solution.ends else None,
+        other_meshes=elsewhere.meshes if elsewhere else 0,
+        bound_elsewhere=elsewhere.bound if elsewhere and elsewhere.bound > float("-inf") else None,
     )
 
 

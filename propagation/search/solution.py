@@ -24,6 +24,15 @@ class Ends:
     bound: float
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """The other meshes that a plan could have been on: how many, and a bound on the cost of every plan on them, -inf if
+    none is known."""
+
+    meshes: int
+    bound: float
+
+
 @dataclass(frozen=True)
 class Solution(Found):
     """One option per vertex, its cost, a bound on the cost of every plan, and further results of the search.
