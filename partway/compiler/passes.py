@@ -186,8 +186,8 @@ def plan_on_mesh(inputs: PlanInputs, mesh: Mesh, around: Around = applied) -> Dr
 
 @uncollected()
 def search_on_cheapest_mesh(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around = applied) -> Draft:
-    """The draft, up to its solution, of the cheapest plan on any of `meshes`, if each axis has to save WORTH_AN_AXIS; of
-    equal plans, that on the first mesh. A mesh on which an annotation cannot be satisfied is skipped; if all are,
+    """The draft, up to its solution, of the cheapest plan on any of `meshes`, if each axis has to save WORTH_AN_AXIS;
+    of equal plans, that on the first mesh. A mesh on which an annotation cannot be satisfied is skipped; if all are,
     raises the StrategyError of the first.
     """
     best: Draft | None = None

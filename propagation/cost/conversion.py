@@ -176,6 +176,13 @@ class ConversionTable:
             held *= -(-size // self.parts(dim))
         return held
 
+    def last_dim(self, codes: Codes) -> Floats:
+        """The bytes of a row of the last dim of one rank's part, for each of `codes`."""
+        last = len(self.shape) - 1
+        size = self.shape[-1] if self.shape else 1
+        parts = self.parts(last)[codes] if self.shape else np.ones(len(codes), dtype=np.intp)
+        return np.asarray(-(-size // parts) * float(self.itemsize))
+
     def local_bytes(self, placed: Layout) -> float:
         """The bytes of one rank's part."""
         return float(self.held[self.index[placed]])

@@ -247,6 +247,14 @@ def update_seconds(held: ArrayLike, states: float, profile: DeviceProfile) -> ND
     return operator_seconds(0, 2 * written + held, torch.float32, alone, measured, written)
 
 
+def looked_up(moved: ArrayLike, table: ArrayLike, results: ArrayLike, row: ArrayLike) -> NDArray[np.float64]:
+    """The bytes that a lookup moves: of the table only the rows in its results, of at least a LINE each. `moved`: with
+    the whole table of `table` bytes; `row`: the bytes of a row."""
+    results = np.asarray(results)
+    read = np.minimum(results * np.maximum(LINE / np.maximum(row, 1), 1.0), np.maximum(table, results))
+    return np.asarray(moved - np.asarray(table) + read)
+
+
 # -- The choice of a profile's rates for a call
 
 _aten = torch.ops.aten
@@ -258,6 +266,7 @@ _SAME: Mapping[str, str] = {
 }
 _SECOND: Mapping[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1}  # of a product
 LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.index_select.default, _aten.gather.default)
+LINE = 64  # bytes that memory reads at least: a line of a CPU's caches, a burst of a GPU's memory
 FEW = 8  # input channels of a convolution: with fewer its kernel does not fill the vectors
 PLANE = 16  # pixels of an image that a kernel for 1x1 convolutions processes at once
 ALIGNED = 8  # columns of a product: unless a multiple of these, its rows are not aligned

@@ -27,7 +27,7 @@ import torch
 
 from ...strategy.placement import BROADCAST, REPLICATE, Partial, Placement, step_kind
 from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
-from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds
+from ..cost.cost import BACKWARD_FACTOR, collective_cost, looked_up, operator_seconds
 from ..cost.rates import OperatorRates
 from ..ops.collectives import payload_of_whole
 from ..rules.rule import AxisOption, Exchange, Rule, axis_options, hops_of
@@ -255,13 +255,13 @@ def _seconds(
     call: OperatorCall, rule: Rule, rows: _Rows, flops: Floats, moved: Floats, results: Floats, settings: Settings
 ) -> tuple[Floats, Floats]:
     """For every row, the seconds of a forward, and of the backward with its recomputation."""
-    profile, rates = settings.profile, call.rates
+    profile, rates, read = settings.profile, call.rates, moved
+    if call.looks_up and call.operands[0] and call.results[0]:
+        table = call.operands[0].held[rows.operands[0]]
+        read = looked_up(moved, table, results, call.results[0].last_dim(rows.results[0]))
     if rates is None:
-        again = operator_seconds(flops, moved, call.dtype, profile)
+        again = operator_seconds(flops, read, call.dtype, profile)
         return again, (_backward_passes(call, rule) if call.differentiated else 0.0) * again
-    read = moved
-    if call.looks_up and call.operands[0]:
-        read = moved - np.maximum(call.operands[0].held[rows.operands[0]] - results, 0)
     again = operator_seconds(flops, read, call.dtype, profile, rates.forward, results)
     if not call.differentiated:
         return again, np.zeros_like(again)

@@ -39,7 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from ..cost.cost import LOOKUPS, collective_cost, operator_seconds, rates_of
+from ..cost.cost import LOOKUPS, collective_cost, looked_up, operator_seconds, rates_of
 from ..cost.profile import ALONE, DeviceProfile, Together
 from ..cost.rates import VIEW
 from ..graph.nodes import is_pointwise, is_view, operands
@@ -320,7 +320,9 @@ class Meter:
         """The floating-point operations of an operator, the bytes it reads and writes, and of these those it writes."""
         written, moved = self.held(node), self.moved(node)
         if node.target in LOOKUPS:
-            moved -= max(self.held(node.all_input_nodes[0]) - written, 0)  # the rows looked up, not the whole table
+            result = _tensors(self.values[node])[0]
+            row = (result.shape[-1] if result.dim() else 1) * result.element_size()
+            moved = round(float(looked_up(moved, self.held(node.all_input_nodes[0]), written, row)))
         return self._counted(node), moved, written
 
     def moved(self, node: fx.Node) -> int:
