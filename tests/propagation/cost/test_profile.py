@@ -10,7 +10,7 @@ from partway.strategy import StrategyError
 
 
 def test_these_are_the_presets():
-    assert presets() == ("a100", "ascend910", "cpu", "h100", "h200")
+    assert presets() == ("a100", "a100_40", "ascend910", "b200", "cpu", "h100", "h200", "mi300x")
     assert [profile_of(name).name for name in presets()] == list(presets())
     assert profile_of("cuda") is profile_of("h100")
 
@@ -41,8 +41,8 @@ def test_an_unknown_profile_names_the_presets():
     with pytest.raises(StrategyError) as error:
         profile_of("tpu")
     assert str(error.value) == (
-        "no device profile 'tpu': there is no such file, and the presets are a100, ascend910, cpu, h100, h200; write "
-        "one of them or the path of a file that `partway calibrate` wrote"
+        "no device profile 'tpu': there is no such file, and the presets are a100, a100_40, ascend910, b200, cpu, h100, "
+        "h200, mi300x; write one of them or the path of a file that `partway calibrate` wrote"
     )
 
 
