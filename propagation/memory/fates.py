@@ -121,7 +121,7 @@ AGAIN = Fate(
 )
 GONE = Fate("gone", lambda c: not (c.fixed or c.marked or c.read), Stay.NOWHERE, Stay.THROUGHOUT, False, _none)
 
-FATES = (KEPT, AGAIN, GONE)
+FATES = (KEPT, GONE, AGAIN)  # of fates that cost the same the first is taken
 
 
 def fates_of(candidate: Candidate) -> tuple[Fate, ...]:
