@@ -41,8 +41,8 @@ def test_an_unknown_profile_names_the_presets():
     with pytest.raises(StrategyError) as error:
         profile_of("tpu")
     assert str(error.value) == (
-        "no device profile 'tpu': there is no such file, and the presets are a100, a100_40, ascend910, b200, cpu, h100, "
-        "h200, mi300x; write one of them or the path of a file that `partway calibrate` wrote"
+        "no device profile 'tpu': there is no such file, and the presets are a100, a100_40, ascend910, b200, cpu, "
+        "h100, h200, mi300x; write one of them or the path of a file that `partway calibrate` wrote"
     )
 
 
