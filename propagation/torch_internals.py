@@ -375,14 +375,14 @@ def autocasts(name: str, device: str) -> bool:
     return _dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device.upper()}")
 
 
-def autocast_library() -> contextlib.AbstractContextManager[torch.library.Library]:
-    """A library whose kernels replace those of the CPU's autocast until the block ends."""
-    return _scoped_library("aten", "IMPL", "AutocastCPU")
+def autocast_library(device: str) -> contextlib.AbstractContextManager[torch.library.Library]:
+    """A library whose kernels replace those of a device's autocast until the block ends."""
+    return _scoped_library("aten", "IMPL", f"Autocast{device.upper()}")
 
 
-def excluding_autocast() -> Any:
-    """A block in which operators skip the kernels of the CPU's autocast, in which they are called."""
-    return _ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU))
+def excluding_autocast(device: str) -> Any:
+    """A block in which operators skip the kernels of a device's autocast."""
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, f"Autocast{device.upper()}")))
 
 
 def turned_on(context: torch.autocast) -> None:

@@ -1,9 +1,9 @@
 """torch.autocast on tensors of the meta device, for which no operator has casts.
 
-A call with autocast on tensors of the meta device is traced again with tensors of the CPU, which stand for those of the
-device of the autocast (`standing_for`). If that is a GPU, which need not be there, the kernels of the CPU's autocast are
-replaced meanwhile by those in this file. PyTorch lists the operators that a device casts; how it casts them stands in
-its ATen/autocast_mode.h, and is repeated here.
+A call with autocast on tensors of the meta device is traced again with tensors of the CPU, which stand for those of
+the device of the autocast (`standing_for`). If that is a GPU, which need not be there, the kernels of the CPU's
+autocast are replaced meanwhile by those in this file. PyTorch lists the operators that a device casts; how it casts
+them stands in its ATen/autocast_mode.h, and is repeated here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _DEVICES = ("cpu", "cuda")
 
 
-class AutocastOnMeta(Exception):  # noqa: N818 - the call is traced again
+class AutocastOnMeta(Exception):
     """Autocast for `device` is on in a call with tensors of the meta device."""
 
     def __init__(self, device: str) -> None:
@@ -82,19 +82,33 @@ def without_casts(name: str, trace: Callable[[], T]) -> T:
 def standing_for(device: str | None) -> Iterator[None]:
     """A block in which tensors of the CPU stand for those of `device`, of type "cuda" or "cpu", in autocast of this
     thread. (The function reads "cpu" from them, so that autocast for it is that for `device`.) None: in no way."""
-    with torch.device("cpu") if device and torch.get_default_device().type == "meta" else contextlib.nullcontext():
-        if device != "cuda":
-            yield
-            return
-        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        with afterwards(lambda: _set("cpu", *before)), _told(_alike), with_casts_of("cpu", "cuda"):
+    with contextlib.ExitStack() as stack:
+        if device and torch.get_default_device().type == "meta":
+            stack.enter_context(torch.device("cpu"))
+        if device == "cuda":
+            before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+            stack.enter_context(afterwards(lambda: _set("cpu", *before)))
+            stack.enter_context(_told(_alike))
+            stack.enter_context(with_casts_of("cpu", "cuda"))
             _alike("cuda")
-            with autocast_library() as library:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # it says once that kernels are replaced
-                    for name, operator in _replaced():
-                        library.impl(name, partial(_cast, operator, name, get_ident()), allow_override=True)
-                yield
+        stack.enter_context(_casting("cpu", device or "cpu"))
+        stack.enter_context(_casting("cuda", "cuda"))
+        yield
+
+
+@contextlib.contextmanager
+def _casting(device: str, other: str) -> Iterator[None]:
+    """In the block, autocast for `device` also casts operators that a capture keeps whole, and casts as that for
+    `other` in this thread."""
+    listed = _listed()
+    differing = listed[device] ^ listed[other] | (_DIFFERING if other != device else frozenset())
+    with autocast_library(device) as library:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch says once that kernels are replaced
+            for name in differing | (_whole(other) - listed[device]):
+                kernel = partial(_cast, _operator(name), name, device, other, get_ident())
+                library.impl(name, kernel, allow_override=True)
+        yield
 
 
 def _set(device: str, enabled: bool, dtype: torch.dtype) -> None:
@@ -146,7 +160,7 @@ def _told(changed: Callable[[str], object]) -> Iterator[None]:
         yield
 
 
-# -- How operators cast: as a GPU of CUDA does in the thread that traces, and as the CPU does in others
+# -- How operators cast
 
 _LOWER = frozenset("""
     _addmm_activation _convolution _convolution.deprecated _native_multi_head_attention
@@ -155,42 +169,61 @@ _LOWER = frozenset("""
     conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose einsum
     gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mkldnn_rnn_layer mm mv prelu rnn_relu_cell
     rnn_tanh_cell scaled_dot_product_attention
-""".split())  # fmt: skip
-_LOOKS_ALIKE = frozenset({"binary_cross_entropy", "grid_sampler", "prod", "prod.dim_int"})  # in the lists of both
+""".split())  # fmt: skip  # noqa: SIM905
 _PROMOTED = {
-    "cpu": frozenset("cat index_copy stack".split()),
-    "cuda": frozenset(
-        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
-    ),
-}
-_RESULT_IN_FLOAT32 = frozenset("""
-    cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int prod prod.dim_int
-    softmax.int sum sum.dim_IntList
-""".split())  # fmt: skip
+    "cpu": frozenset({"cat", "index_copy", "stack"}),
+    "cuda": frozenset({
+        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
+        "tensordot", "vdot",
+    }),
+}  # fmt: skip
+_RESULT_IN_FLOAT32 = frozenset({
+    "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_norm", "linalg_norm.ord_str",
+    "linalg_vector_norm", "log_softmax.int", "prod", "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
+})  # fmt: skip
 _WITH_DTYPE = {"norm.Scalar": aten.norm.ScalarOpt_dtype, "norm.ScalarOpt_dim": aten.norm.ScalarOpt_dim_dtype}
+_DIFFERING = frozenset({"binary_cross_entropy", "grid_sampler", "prod", "prod.dim_int"})  # in both lists
+
+# Operators that a capture keeps whole, though autocast casts those that they consist of.
+_WHOLE = frozenset({
+    "cross_entropy_loss", "nll_loss_nd", "linalg_norm", "linalg_norm.ord_str", "pairwise_distance",
+    "_upsample_bicubic2d_aa.vec", "_upsample_bilinear2d_aa.vec", "_upsample_nearest_exact1d.vec",
+    "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec", "upsample_bicubic2d.vec",
+    "upsample_bilinear2d.vec", "upsample_linear1d.vec", "upsample_nearest1d.vec", "upsample_nearest2d.vec",
+    "upsample_nearest3d.vec", "upsample_trilinear3d.vec",
+})  # fmt: skip
+_WHOLE_ON_CPU = frozenset({"cross_entropy_loss", "nll_loss_nd"})
 
 
 @lru_cache(maxsize=1)
-def _replaced() -> tuple[tuple[str, OpOverload], ...]:
-    """The operators that a GPU and the CPU cast differently, with their names."""
-    names = (name.removeprefix("aten::") for name in all_operator_names() if name.startswith("aten::"))
-    differing = [n for n in names if autocasts(n, "cpu") != autocasts(n, "cuda") or n in _LOOKS_ALIKE]
-    parts = [(name, *name.partition(".")[::2]) for name in differing]
-    return tuple((name, getattr(getattr(aten, base), overload or "default")) for name, base, overload in parts)
+def _listed() -> dict[str, frozenset[str]]:
+    """The names of the operators that each device casts."""
+    names = [name.removeprefix("aten::") for name in all_operator_names() if name.startswith("aten::")]
+    return {device: frozenset(name for name in names if autocasts(name, device)) for device in _DEVICES}
 
 
-def _cast(operator: OpOverload, name: str, tracing: int, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator as autocast does. `tracing`: the thread in which the CPU stands for a GPU."""
-    device = "cuda" if get_ident() == tracing else "cpu"
+def _whole(device: str) -> frozenset[str]:
+    return _WHOLE if device == "cuda" else _WHOLE_ON_CPU
+
+
+def _operator(name: str) -> OpOverload:
+    base, _, overload = name.partition(".")
+    operator: OpOverload = getattr(getattr(aten, base), overload or "default")
+    return operator
+
+
+def _cast(operator: OpOverload, name: str, key: str, standing: str, tracing: int, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as autocast for the device `key` does; in the thread `tracing`, as that for `standing`."""
+    device = standing if get_ident() == tracing else key
     lower = torch.get_autocast_dtype(device)
-    with excluding_autocast():
-        if not autocasts(name, device):
+    with excluding_autocast(key):
+        if name not in _listed()[device] | _whole(device):
             return operator(*args, **kwargs)
         if name in _LOWER:
             return _called(operator, lower, args, kwargs)
         if name in _PROMOTED[device]:
             return _called(operator, _widest(lower, args, kwargs), args, kwargs)
-        if device == "cpu" or name not in (*_RESULT_IN_FLOAT32, *_WITH_DTYPE, "binary_cross_entropy"):
+        if device == "cpu" or name not in _RESULT_IN_FLOAT32 | _WITH_DTYPE.keys() | {"binary_cross_entropy"}:
             return _called(operator, torch.float32, args, kwargs)
         if name == "binary_cross_entropy":
             raise RuntimeError(
@@ -198,17 +231,14 @@ def _cast(operator: OpOverload, name: str, tracing: int, *args: Any, **kwargs: A
                 "sigmoid with the loss, as torch.nn.functional.binary_cross_entropy_with_logits does"
             )
         if name in _WITH_DTYPE:
-            values = [*args[1:], *(kwargs.get(each.name, each.default_value) for each in _rest(operator, args))]
+            rest = schema_of(operator).arguments[len(args) :]
+            values = [*args[1:], *(kwargs.get(each.name, each.default_value) for each in rest)]
             return _WITH_DTYPE[name](args[0], *values, dtype=torch.float32 if _is_cast(args[0]) else args[0].dtype)
-        given = {each.name: i for i, each in enumerate(schema_of(operator).arguments)}["dtype"]
-        if not _is_cast(args[0]) or kwargs.get("dtype", args[given] if given < len(args) else None) is not None:
+        place = [each.name for each in schema_of(operator).arguments].index("dtype")
+        given = args[place] if place < len(args) else kwargs.get("dtype")
+        if given is not None or not _is_cast(args[0]):
             return operator(*args, **kwargs)
-        return operator(*args[:given], **kwargs | {"dtype": torch.float32})
-
-
-def _rest(operator: OpOverload, args: tuple[Any, ...]) -> Any:
-    """The formal arguments after those in `args`."""
-    return schema_of(operator).arguments[len(args) :]
+        return operator(*args[:place], **kwargs | {"dtype": torch.float32})
 
 
 def _is_cast(value: Any) -> bool:

@@ -156,7 +156,7 @@ def trace(attempt: Attempt) -> Traced:
     """Trace a call.
 
     Raises CaptureError where torch.export cannot make one static graph, Undecided where that needs more answers,
-    AutocastOnMeta where it needs another device, and any exception that the function itself raises because of an answer.
+    AutocastOnMeta where it needs a device, and any exception that the function itself raises because of an answer.
     """
     if attempt.on_meta:
         return without_casts(name_of(attempt.fn), lambda: _trace(attempt))
