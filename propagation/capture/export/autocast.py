@@ -162,37 +162,38 @@ def _told(changed: Callable[[str], object]) -> Iterator[None]:
 
 # -- How operators cast
 
-_LOWER = frozenset("""
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LOWER = _names("""
     _addmm_activation _convolution _convolution.deprecated _native_multi_head_attention
     _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm
     chain_matmul conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose einsum
     gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mkldnn_rnn_layer mm mv prelu rnn_relu_cell
     rnn_tanh_cell scaled_dot_product_attention
-""".split())  # fmt: skip  # noqa: SIM905
+""")
 _PROMOTED = {
-    "cpu": frozenset({"cat", "index_copy", "stack"}),
-    "cuda": frozenset({
-        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
-        "tensordot", "vdot",
-    }),
-}  # fmt: skip
-_RESULT_IN_FLOAT32 = frozenset({
-    "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_norm", "linalg_norm.ord_str",
-    "linalg_vector_norm", "log_softmax.int", "prod", "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
-})  # fmt: skip
+    "cpu": _names("cat index_copy stack"),
+    "cuda": _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"),
+}
+_RESULT_IN_FLOAT32 = _names("""
+    cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_norm linalg_norm.ord_str linalg_vector_norm
+    log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList
+""")
 _WITH_DTYPE = {"norm.Scalar": aten.norm.ScalarOpt_dtype, "norm.ScalarOpt_dim": aten.norm.ScalarOpt_dim_dtype}
-_DIFFERING = frozenset({"binary_cross_entropy", "grid_sampler", "prod", "prod.dim_int"})  # in both lists
+_DIFFERING = _names("binary_cross_entropy grid_sampler prod prod.dim_int")  # in both lists
 
 # Operators that a capture keeps whole, though autocast casts those that they consist of.
-_WHOLE = frozenset({
-    "cross_entropy_loss", "nll_loss_nd", "linalg_norm", "linalg_norm.ord_str", "pairwise_distance",
-    "_upsample_bicubic2d_aa.vec", "_upsample_bilinear2d_aa.vec", "_upsample_nearest_exact1d.vec",
-    "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec", "upsample_bicubic2d.vec",
-    "upsample_bilinear2d.vec", "upsample_linear1d.vec", "upsample_nearest1d.vec", "upsample_nearest2d.vec",
-    "upsample_nearest3d.vec", "upsample_trilinear3d.vec",
-})  # fmt: skip
-_WHOLE_ON_CPU = frozenset({"cross_entropy_loss", "nll_loss_nd"})
+_WHOLE_ON_CPU = _names("cross_entropy_loss nll_loss_nd")
+_WHOLE = _WHOLE_ON_CPU | _names("""
+    _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec
+    _upsample_nearest_exact3d.vec linalg_norm linalg_norm.ord_str pairwise_distance upsample_bicubic2d.vec
+    upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec
+    upsample_trilinear3d.vec
+""")
 
 
 @lru_cache(maxsize=1)
