@@ -395,7 +395,9 @@ def with_casts_of(device: str, other: str) -> Iterator[None]:
     """In the block, torch.amp.custom_fwd for tensors of the device `other` casts those of `device`."""
     before = autocast_mode._cast
     with afterwards(lambda: setattr(autocast_mode, "_cast", before)):
-        autocast_mode._cast = lambda value, kind, dtype: before(value, device if kind == other else kind, dtype)
+        setattr(  # noqa: B010 - its type names the arguments
+            autocast_mode, "_cast", lambda value, kind, dtype: before(value, device if kind == other else kind, dtype)
+        )
         yield
 
 

@@ -76,7 +76,9 @@ def test_the_expansion_of_an_operator_casts_nothing() -> None:
         return F.adaptive_avg_pool1d(x, 3) * 2  # a product with a matrix, which autocast would cast
 
     with torch.autocast("cpu", torch.bfloat16):
-        result = pw.shard(pooled, mesh={"dp": 2}, in_strategy=(("dp", None, None),))(x)
+        sharded = pw.shard(pooled, mesh={"dp": 2}, in_strategy=(("dp", None, None),))
+        result = sharded(x)
+        assert {dtype for each in sharded.plan.operators for dtype in each.types if "bfloat16" in dtype} == set()
         result.square().sum().backward()
         assert x.grad is not None
         found, x.grad = x.grad, None

@@ -139,7 +139,7 @@ def _told(changed: Callable[[str], object]) -> Iterator[None]:
             turned_on(self)
 
     def told_enter(self: Any) -> Any:
-        entered = enter(self)
+        entered = enter(self)  # type: ignore[no-untyped-call]
         if get_ident() == me:
             changed(self.device)
         return entered
