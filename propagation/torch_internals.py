@@ -25,6 +25,10 @@ Each name, with its reason:
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch.fx._lazy_graph_module    whether graph modules compile their code at once; torch.compile's own switch,
                                        which saves a tenth of the time of a capture
+    torch._C._dispatch_has_kernel_..., _ExcludeDispatchKeyGuard, torch.library._scoped_library   which operators the
+                                       autocast of a device casts, and kernels in their place (autocast.py)
+    torch.autocast._enabled            whether a context turns autocast on: PyTorch turns it off for an absent device
+    torch.amp.autocast_mode._cast      the casts of torch.amp.custom_fwd
     torch.nn.Module._compiled_call_impl   what a module runs after `module.compile()`
     torch.export.exported_program._populate_param_...   asks a signature for the same dict once for each parameter
     torch._C._dispatch_get_all_op_names   the names of all operators: torch.ops finds one by its name only
@@ -75,8 +79,11 @@ import torch
 from torch._C import (
     DisableTorchFunction,
     DispatchKey,
+    DispatchKeySet,
+    _dispatch_has_kernel_for_dispatch_key,
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
+    _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
     _get_dispatch_stack_at,
     _get_function_stack_at,
@@ -103,6 +110,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.amp import autocast_mode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, _trace, exported_program
@@ -114,6 +122,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.proxy import _COPY_META_FIELDS
 from torch.fx.traceback import preserve_node_meta, set_current_meta
+from torch.library import _scoped_library
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -361,6 +370,37 @@ def moved_meta(node: torch.fx.Node, old: torch.fx.Node, new: torch.fx.Node) -> d
     return kept | {key: new.meta[key] for key in fields if key in new.meta}
 
 
+def autocasts(name: str, device: str) -> bool:
+    """Whether the autocast of a device casts the operands of the ATen operator `name`."""
+    return _dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device.upper()}")
+
+
+def autocast_library(device: str) -> contextlib.AbstractContextManager[torch.library.Library]:
+    """A library whose kernels replace those of a device's autocast until the block ends."""
+    return _scoped_library("aten", "IMPL", f"Autocast{device.upper()}")
+
+
+def excluding_autocast(device: str) -> Any:
+    """A block in which operators skip the kernels of a device's autocast."""
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, f"Autocast{device.upper()}")))
+
+
+def turned_on(context: torch.autocast) -> None:
+    """Let `context` turn autocast on, also if its device is absent."""
+    context._enabled = True
+
+
+@contextlib.contextmanager
+def with_casts_of(device: str, other: str) -> Iterator[None]:
+    """In the block, torch.amp.custom_fwd for tensors of the device `other` casts those of `device`."""
+    before = autocast_mode._cast
+    with afterwards(lambda: setattr(autocast_mode, "_cast", before)):
+        setattr(  # noqa: B010 - its type names the arguments
+            autocast_mode, "_cast", lambda value, kind, dtype: before(value, device if kind == other else kind, dtype)
+        )
+        yield
+
+
 def compiled_when_run() -> contextlib.AbstractContextManager[None]:
     """Make make_fx in the block defer compiling a graph's code to its first run: most graphs are only read."""
     return _use_lazy_graph_module(True)
@@ -495,6 +535,8 @@ __all__ = [
     "UnsupportedOperatorException",
     "all_operator_names",
     "at_symbols",
+    "autocast_library",
+    "autocasts",
     "beside_export",
     "bound_fake_results",
     "buffers_in",
@@ -507,6 +549,7 @@ __all__ = [
     "defined_by",
     "dispatch_modes",
     "distributions_validate",
+    "excluding_autocast",
     "fake_like",
     "forward_pre_hooks_in",
     "function_modes",
@@ -542,9 +585,11 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "turned_on",
     "version_of",
     "was_told_to_validate",
     "with_autograd",
+    "with_casts_of",
     "without_dispatch_modes",
     "without_modes",
 ]

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from ..propagation.capture.export.autocast import without_autocast
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import draws_random_numbers, is_port
 from ..propagation.graph.port import Role
@@ -36,6 +37,7 @@ from .tensors.batched import one_by_one
 from .tensors.parameters import gradient_of
 from .torch_internals import as_object, is_view, local_part_of
 
+T = TypeVar("T")
 Wanted = tuple[bool, ...]
 
 
@@ -166,7 +168,7 @@ class Loaded:
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
         # asking a split tensor for an attribute takes microseconds otherwise
-        results: tuple[Tensor, ...] = as_object(self._called, (), (tensors,), {})
+        results: tuple[Tensor, ...] = as_object(without_casts(self._called), (), (tensors,), {})
         return results
 
     def _called(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -248,6 +250,19 @@ class Loaded:
             primal.grad = arrived if primal.grad is None else primal.grad + arrived
 
 
+def without_casts(run: Callable[..., T]) -> Callable[..., T]:
+    """`run` itself, without autocast if that is on: a program has the casts of its function, where the function has
+    them."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return run
+
+    def called(*args: Any) -> T:
+        with without_autocast():
+            return run(*args)
+
+    return called
+
+
 def result_strides(placed: PlacedPort) -> Strides | None:
     """The strides of a result on one device; for elements that share memory there, the strides of a copy."""
     val = placed.port.node.meta["val"]
@@ -308,7 +323,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = as_object(_Function.backward_of, (), (ctx, gradients), {})
+        run = without_casts(_Function.backward_of)
+        found: tuple[Tensor | None, ...] = as_object(run, (), (ctx, gradients), {})
         return found
 
     @staticmethod

@@ -696,3 +696,36 @@ def test_a_subclass_is_asked_as_an_object_and_stepped_in_lists() -> None:
     for kinds in (optim_types, util_types):
         assert kinds.count(Own) == 1
         kinds.remove(Own)
+
+
+def test_the_casts_of_a_devices_autocast_can_be_replaced() -> None:
+    assert planning.autocasts("exp", "cuda")
+    assert not planning.autocasts("exp", "cpu")
+
+    def cast(x: Tensor) -> Tensor:
+        with planning.excluding_autocast("cpu"):
+            return aten.exp(x.double())
+
+    context = torch.autocast("cpu", torch.bfloat16, enabled=False)
+    planning.turned_on(context)
+    with planning.autocast_library("cpu") as library, context:
+        library.impl("exp", cast)
+        assert torch.ones(2).exp().dtype is torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.ones(2).exp().dtype is torch.float32
+
+
+def test_a_function_casts_tensors_of_another_device() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with planning.with_casts_of("cpu", "cuda"):
+            assert Same.apply(torch.ones(2)).dtype is torch.float16  # type: ignore[no-untyped-call]
+        assert Same.apply(torch.ones(2)).dtype is torch.float32  # type: ignore[no-untyped-call]
+    finally:
+        torch.set_autocast_enabled("cuda", False)

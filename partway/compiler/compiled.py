@@ -14,6 +14,7 @@ from partway.compiler.graphs_record import ProgramRecord, Record
 from partway.compiler.passes import Draft, accumulated, differentiated_again, differentiated_program, fused
 from partway.compiler.planning_lock import planning
 from partway.options.parallel import ParallelContext
+from partway.propagation.capture.export.autocast import without_autocast
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import Graph, differentiated
 from partway.propagation.plan.plan import Plan
@@ -102,7 +103,12 @@ class Compiled:
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
         what = f"making a program of {self.name}"
-        with planning(), torch.inference_mode(False), telling(what):  # inference would record no gradients
+        with (
+            planning(),
+            torch.inference_mode(False),
+            without_autocast(),
+            telling(what),
+        ):  # inference would record no gradients
             name = f"program-{_bits(wanted)}"
             heard = self.record.of_program("" if wanted == differentiated(self.graph) else name)
             program = self.entry.fetch(
@@ -113,7 +119,7 @@ class Compiled:
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` with delayed reductions, or None if no gradient can wait."""
-        with planning(), torch.inference_mode(False):
+        with planning(), torch.inference_mode(False), without_autocast():
             name = f"accumulation-{_bits(wanted)}"
             heard = self.record.of_program(name)
             made = self.entry.fetch(
@@ -129,7 +135,7 @@ class Compiled:
     def differentiated_again(self, program: Program, wanted: tuple[bool, ...]) -> Program:
         """`program`, the forward of one rank or the program of its gradients, with a backward of the outputs marked in
         `wanted` that is differentiated again."""
-        with planning(), torch.inference_mode(False):
+        with planning(), torch.inference_mode(False), without_autocast():
             return differentiated_again(self.inputs, program, wanted)
 
     def _draft(self, wanted: tuple[bool, ...], heard: ProgramRecord) -> Draft:

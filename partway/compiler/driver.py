@@ -37,6 +37,7 @@ from partway.compiler.replan_within_memory import fitted
 from partway.compiler.suggest_what_fits import InTime, batch_of, least_limit, what_fits, with_batch
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
+from partway.propagation.capture.export.autocast import without_autocast
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.propagation.graph.graph import Graph, without_gradients
 from partway.propagation.graph.structure import name_of
@@ -71,7 +72,8 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
                 captured = (
                     Captured(alike.graph, alike.state, alike.effects) if alike else captured_call(call, kept, sizes)
                 )
-            compiled = _planned_as(call, captured, kept, sizes)
+            with without_autocast():
+                compiled = _planned_as(call, captured, kept, sizes)
             plan = compiled.plan
             told.made = f"{len(plan.operators)} operators on {plan.mesh}, {plan.certificate}"
             return compiled

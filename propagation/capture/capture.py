@@ -33,6 +33,7 @@ from ..rules.layers.padded_convolution import absorb
 from ..rules.layers.recurrent import true_states
 from ..rules.table import expand
 from ..torch_internals import graph_module
+from .export.autocast import AutocastOnMeta, without_autocast
 from .export.failures import Undecided
 from .export.preparation import check_dtypes, drawing_nothing, warn_of_updates
 from .export.questions import Answerable, Answering
@@ -151,7 +152,11 @@ def _with_symbols(
     attempt = replace(_attempt(fn, call, None, options, effects, checked=True), changing=changing, dense=dense)
     with _no_other_sizes():
         with drawing_nothing(None):
-            captured = any_size(attempt, trace(attempt))
+            try:
+                captured = any_size(attempt, trace(attempt))
+            except AutocastOnMeta as found:
+                attempt = replace(attempt, hooks=Hooks(), stands_for=found.device)
+                captured = any_size(attempt, trace(attempt))
         if captured.dims:
             _check_alike(_graph_at(captured, replace(call, tensors=given), options, applied), plain)
     return captured
@@ -283,14 +288,18 @@ def _traced(
     raise."""
     may_draw = options.random_numbers is not RandomNumbers.TORCH
     assumed: Sequence[Answer] = options.late
+    stands_for = None
     while True:
         answering = None
         if values and level is not Answerable.NOTHING:
             answering = Answering(level, values, may_draw, lambda: callers_line(traceback.extract_stack(), fn), assumed)
         attempt = _attempt(fn, call, answering, options, effects, checked=values is not None)
+        attempt = replace(attempt, stands_for=stands_for)
         try:
             with drawing_nothing(answering):
                 return attempt, checked(trace(attempt), fn)
+        except AutocastOnMeta as found:
+            stands_for = found.device
         except (PartwayError, Undecided):
             raise
         except Exception:  # raised by `fn` on these answers
@@ -313,9 +322,10 @@ def _graph(traced: Traced, attempt: Attempt, options: CaptureOptions, around: Ar
     hooks.place(module)
     inputs = input_ports(traced, module, attempt.call, attempt.fn)
     outputs = output_ports(traced, module, inputs)
-    device = next((value(port.node).device.type for port in inputs.ports), "cpu")
-    for each in _passes(inputs, outputs, device, options):
-        around(each, module, inputs.ports)
+    device = "meta" if attempt.stands_for else next((value(port.node).device.type for port in inputs.ports), "cpu")
+    with without_autocast():
+        for each in _passes(inputs, outputs, device, options):
+            around(each, module, inputs.ports)
     hooks.check(module)
     graph = Graph(
         module, tuple(inputs.ports), (), traced.result, inputs.aliases, inputs.constants, device, left=traced.left,

@@ -55,7 +55,15 @@ from .collective import Conversion
 from .program import PlacedPort, Program
 
 _slice = torch.ops.aten.slice.Tensor
-_expand, _index = torch.ops.aten.expand.default, torch.ops.aten.index.Tensor
+_index = torch.ops.aten.index.Tensor
+# Operators that give any size of their result the same elements, with the place of the size among their arguments.
+_SIZED: dict[Any, int] = {
+    torch.ops.aten.empty.memory_format: 0,
+    torch.ops.aten.expand.default: 1,
+    torch.ops.aten.full.default: 0,
+    torch.ops.aten.ones.default: 0,
+    torch.ops.aten.zeros.default: 0,
+}
 LARGE_CONSTANT = 1e6  # bytes from which a part of a constant is computed by itself, and not cut out of the whole
 
 
@@ -369,8 +377,8 @@ class _Lowering:
         sources = [source_of(o) for o in operands(node)]
         if is_pointwise(node.target) and not draws_random_numbers(node):
             return [(o, _aligned(target, shape, _shape(o))) for o in sources]
-        if node.target is _expand:
-            return [(sources[0], _aligned(target, shape, _shape(sources[0])))]
+        if node.target in _SIZED:
+            return [(o, _aligned(target, shape, _shape(o))) for o in sources]
         arguments: tuple[Any, ...] = node.args
         if node.target is _index and all(isinstance(index, fx.Node) for index in arguments[1]):
             (indexed, *indices), many = sources, len(torch.broadcast_shapes(*map(_shape, sources[1:])))
@@ -390,8 +398,8 @@ class _Lowering:
         made = iter([self._constant_part(o, layout, consumer, at) for o, layout in parts])
         called: Any = map_arg((v.node.args, v.node.kwargs), lambda _: next(made))
         args, kwargs = called
-        if v.node.target is _expand:
-            args = (args[0], list(target.local_shape(_shape(v))))
+        if (place := _SIZED.get(v.node.target)) is not None:
+            args = (*args[:place], list(target.local_shape(_shape(v))), *args[place + 1 :])
         node = self.local[v, target] = self._called(v.node, args, kwargs)
         self.constant_parts[node] = v.node
         return node

@@ -1,4 +1,4 @@
-"""torch.autocast around a call and inside of it is that of one device; on the meta device it is refused."""
+"""torch.autocast around a call and inside of it is that of one device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
-from partway.strategy.errors import CaptureError
 
 Ranks = Callable[..., list[Any]]
-WAYS = ("around", "inside", "nested", "both")
+WAYS = ("around", "inside", "nested", "both", "off inside")
+AROUND = ("around", "both", "off inside")
 
 
 class Net(nn.Module):
@@ -23,7 +24,7 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
         self.inside = way in ("inside", "both", "nested")
-        self.off, self.dtype, self.device = way == "nested", dtype, device
+        self.off, self.dtype, self.device = way in ("nested", "off inside"), dtype, device
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(self.device, self.dtype, enabled=self.inside or torch.is_autocast_enabled(self.device)):
@@ -36,7 +37,7 @@ class Net(nn.Module):
 def values(model: nn.Module, way: str, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(1)
     x = torch.randn(6, 8, requires_grad=True)
-    with torch.autocast("cpu", dtype, enabled=way in ("around", "both")):
+    with torch.autocast("cpu", dtype, enabled=way in AROUND):
         result = model(x)
     result.float().square().mean().backward()
     return [whole(t) for t in (result.detach(), x.grad, *(p.grad for p in model.parameters()))]
@@ -67,28 +68,20 @@ def test_it_is_that_of_one_device_on_ranks(on_ranks: Ranks, n: int) -> None:
     on_ranks(n, assert_as_on_one_device, WAYS if n == 2 else WAYS[-1:])
 
 
-def meta(way: str, device: str = "cpu") -> tuple[nn.Module, Tensor]:
-    with torch.device("meta"):
-        return Net(way, device=device), torch.empty(6, 8)
+def test_the_expansion_of_an_operator_casts_nothing() -> None:
+    pw.init(simulate=2)
+    x = torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
+    def pooled(x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool1d(x, 3) * 2  # a product with a matrix, which autocast would cast
 
-@pytest.mark.parametrize("way", WAYS)
-def test_on_the_meta_device_it_is_refused(way: str) -> None:
-    model, x = meta(way)
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=way in ("around", "both")),
-        pytest.raises(CaptureError, match=r"Net runs in torch.autocast on tensors of the meta device.*x\.bfloat16\(\)"),
-    ):
-        pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
-
-
-@pytest.mark.filterwarnings("ignore:.*Disabling autocast:UserWarning")
-def test_on_the_meta_device_it_is_refused_for_a_gpu_that_is_not_there() -> None:
-    model, x = meta("inside", "cuda")
-    with pytest.raises(CaptureError, match="autocast on tensors of the meta device"):
-        pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
-
-
-def test_on_the_meta_device_it_may_be_turned_off() -> None:
-    model, x = meta("")
-    pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    with torch.autocast("cpu", torch.bfloat16):
+        sharded = pw.shard(pooled, mesh={"dp": 2}, in_strategy=(("dp", None, None),))
+        result = sharded(x)
+        assert {dtype for each in sharded.plan.operators for dtype in each.types if "bfloat16" in dtype} == set()
+        result.square().sum().backward()
+        assert x.grad is not None
+        found, x.grad = x.grad, None
+    pooled(x).square().sum().backward()
+    torch.testing.assert_close(result.detach(), pooled(x).detach())
+    torch.testing.assert_close(found, x.grad)

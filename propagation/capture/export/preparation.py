@@ -78,11 +78,11 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: bool) -> Iterator[None]:
-    """While `fn` is captured, replace parts of it that torch.export cannot trace. `checked`: torch.distributions check
-    their parameters."""
+def prepared(fn: Callable[..., Any], device: torch.device | None, checked: bool) -> Iterator[None]:
+    """While `fn` is captured, replace parts of it that torch.export cannot trace. `device`: where its tensors of the
+    meta device are; None: there. `checked`: torch.distributions check their parameters."""
     with (
-        _plain_parameters(fn, tensors),
+        _plain_parameters(fn, device),
         _tensor_momenta(fn),
         _conversions(fn),
         contextlib.nullcontext() if checked else _unchecked_distributions(),
@@ -92,13 +92,12 @@ def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: b
 
 
 @contextlib.contextmanager
-def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def _plain_parameters(fn: Callable[..., Any], device: torch.device | None) -> Iterator[None]:
     """While a module is captured, plain tensors of the global shape, without memory, replace DTensors, parameters that
-    are not nn.Parameters (as torch.func.functional_call sets them), and tensors on the meta device if the `tensors` of
-    the call are not. (Capture reads only metadata.)"""
+    are not nn.Parameters (as torch.func.functional_call sets them), and, with a `device`, tensors of the meta device.
+    (Capture reads only metadata.)"""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     plain: dict[int, torch.Tensor] = {}
-    device = next((t.device for t in tensors if not t.is_meta), None)
     parameters: set[int] = set()
     if isinstance(fn, torch.nn.Module):
         parameters = {id(parameters_in(module)) for module in fn.modules()}
@@ -219,28 +218,6 @@ def check_writes(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
                     f"{name_of(fn)} writes in place ({operator_name(node)}) to a tensor that was expanded, whose "
                     f"elements share memory{at_source(node)}; write to a copy of it, x.clone()"
                 )
-
-
-def check_autocast(module: fx.GraphModule, fn: Callable[..., Any], turned_off: bool) -> None:
-    """Raise CaptureError where torch.autocast is on and the tensors are on the meta device, where it casts nothing: the
-    plan would have other dtypes than a run. `turned_off`: torch disabled autocast for lack of a device."""
-    given: list[Any] = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-    tensors = [val for val in given if isinstance(val, torch.Tensor)]
-    if not tensors or not all(val.is_meta for val in tensors):
-        return
-    regions = (
-        node
-        for part in module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-        if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]
-    )
-    if turned_off or any(True for _ in regions):
-        raise CaptureError(
-            f"{name_of(fn)} runs in torch.autocast on tensors of the meta device, where autocast casts nothing: a plan "
-            "would be of other dtypes than a run on devices. Plan a model that computes in that dtype "
-            "(model.to(torch.bfloat16)), cast where it is used (x.bfloat16()), or give tensors of the device itself"
-        )
 
 
 def _written_operands(node: fx.Node) -> Iterator[fx.Node]:

@@ -28,12 +28,12 @@ from ...torch_internals import compiled_when_run, data_dependent
 from ..hooks import Hooks, ModuleHooks, Noted
 from ..rewrites.decomposition import write_out
 from ..rewrites.overlap import shared
+from .autocast import standing_for, without_casts
 from .data_sizes import Sized
 from .dispatch_modes import OutsideTensors, Regions, StandIns, Traceable, WithoutGradients, attributes_of
 from .failures import Undecided, is_raised_on_purpose, reason_of
 from .numbers import numbers_as_tensors, tensors_read
 from .preparation import (
-    check_autocast,
     check_operators,
     check_static,
     check_writes,
@@ -99,6 +99,8 @@ class Attempt:
     returns_given   whether tensors of the call that it returns in an object are no results
     changing        the dims that have symbols for sizes (symbols.py)
     dense           whether to trace with contiguous tensors, as the function does not ask for strides
+    stands_for      the device for whose tensors those of the CPU stand in, if the call's are on the meta device and
+                    autocast is on (autocast.py)
     """
 
     fn: Callable[..., Any]
@@ -111,6 +113,14 @@ class Attempt:
     returns_given: bool
     changing: Dims = frozenset()
     dense: bool = False
+    stands_for: str | None = None
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether all tensors of the call and of the function are on the meta device, and traced as such."""
+        given = self.call.tensors[: len(self.call.tensors) - self.call.numbers]
+        tensors = [*given, *state_of(self.fn).values()]
+        return self.stands_for is None and bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
     @property
     def numbers(self) -> list[int]:
@@ -145,9 +155,16 @@ def capturing() -> bool:
 def trace(attempt: Attempt) -> Traced:
     """Trace a call.
 
-    Raises CaptureError where torch.export cannot make one static graph, Undecided where that needs more answers, and
-    any exception that the function itself raises because of an answer.
+    Raises CaptureError where torch.export cannot make one static graph, Undecided where that needs more answers,
+    AutocastOnMeta where it needs a device, and any exception that the function itself raises because of an answer.
     """
+    if attempt.on_meta:
+        return without_casts(name_of(attempt.fn), lambda: _trace(attempt))
+    with standing_for(attempt.stands_for):
+        return _trace(attempt)
+
+
+def _trace(attempt: Attempt) -> Traced:
     fn, answering = attempt.fn, attempt.answering
     structures: list[tuple[Structure, Structure]] = []
     outside = OutsideTensors()
@@ -186,26 +203,27 @@ def _exported(
     with (
         without_pythons_random_numbers(fn),
         meanwhile(capturing=True),
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(),
         torch.inference_mode(torch.is_inference_mode_enabled() and not attempt.gradients),
         torch.set_grad_enabled(attempt.gradients),
     ):
         given = attempt.call.tensors
         example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
+        if attempt.stands_for:
+            example = tuple(_on_cpu(t).requires_grad_(t.requires_grad) for t in example)
         example = (*example[: len(given) - attempt.call.numbers], *map(of_size, attempt.numbers))
         if attempt.dense:
             example = tuple(_dense(t).requires_grad_(t.requires_grad) for t in example)
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", ".*Disabling autocast")
+        others = (t.device for t in example if not t.is_meta)
         with (
             ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
-            prepared(fn, example, attempt.checked),
+            prepared(fn, next(others, torch.device("cpu") if attempt.stands_for else None), attempt.checked),
             quiet(),
             compiled_when_run(),
         ):
             program = torch.export.export(flat, example, dynamic_shapes=_symbolic(attempt), strict=False)
             check_writes(program.graph_module, fn)
-            check_autocast(program.graph_module, fn, bool(said))
             if answering is not None and answering.is_drawn_from(program.graph):
                 raise CaptureError(
                     f"{name_of(fn)} computes with random numbers that decide its course, too; draw others for that"
@@ -217,6 +235,10 @@ def _exported(
 def of_size(number: int) -> torch.Tensor:
     """An empty tensor whose size stands for a number: torch.export has symbols only for sizes."""
     return torch.empty(number, 0)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def _expand_copy(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _made_by(maker: Any) -> Expansion:
-    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`."""
+    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`. Empty tensors lose their strides, too."""
 
     def expansion(b: Builder, node: fx.Node) -> fx.Node:
         like = value(node)
@@ -33,9 +33,14 @@ def _made_by(maker: Any) -> Expansion:
 
 EXPANSIONS: dict[Any, Expansion] = {
     aten.copy.default: _expand_copy,
+    aten.empty_like.default: _made_by(aten.empty.memory_format),
+    aten.empty_permuted.default: _made_by(aten.empty.memory_format),
+    aten.empty_strided.default: _made_by(aten.empty.memory_format),
     aten.fill.Scalar: _made_by(aten.full.default),
     aten.fill.Tensor: _expand_copy,
     aten.full_like.default: _made_by(aten.full.default),
+    aten.new_empty.default: _made_by(aten.empty.memory_format),
+    aten.new_empty_strided.default: _made_by(aten.empty.memory_format),
     aten.new_full.default: _made_by(aten.full.default),
     aten.new_ones.default: _made_by(aten.ones.default),
     aten.new_zeros.default: _made_by(aten.zeros.default),

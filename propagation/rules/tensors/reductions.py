@@ -97,6 +97,15 @@ def _expand_mean(b: Builder, node: fx.Node) -> fx.Node:
     return b(aten.div.Scalar, total, math.prod(shape(x)[d] for d in dims))
 
 
+def _expand_histogram(b: Builder, node: fx.Node) -> fx.Node | None:
+    """histc of integers, which only a GPU has: a model of the meta device, planned as on the CPU, may call it."""
+    (x,) = operands(node)
+    if value(x).is_floating_point() or value(x).device.type != "cpu":
+        return None
+    counts = b(aten.histc.default, b.cast(x, torch.float64), *node.args[1:], **node.kwargs)
+    return b.cast(counts, value(node).dtype)
+
+
 def _correction(node: fx.Node) -> float:
     """The difference between the count and the divisor of a variance."""
     if "unbiased" in argument_names(node):
@@ -254,6 +263,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.any.dims: _expand_any,
     aten.count_nonzero.default: _expand_count_nonzero,
     aten.count_nonzero.dim_IntList: _expand_count_nonzero,
+    aten.histc.default: _expand_histogram,
     aten.linalg_matrix_norm.str_ord: _expand_frobenius,
     aten.linalg_norm.default: _expand_norm,
     aten.linalg_norm.ord_str: _expand_frobenius,

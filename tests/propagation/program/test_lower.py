@@ -362,3 +362,18 @@ def test_a_small_constant_and_one_that_is_split_unevenly_are_cut_out_of_the_whol
         found_loss, found = gradients(model, {"x": x})
         assert_same_loss(found_loss, loss, 1e-12)
         assert_same_gradients(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones, torch.empty, lambda *size: torch.full(size, 2.0)])
+def test_a_part_of_a_large_constant_of_equal_elements_is_made_as_such(make, monkeypatch):
+    monkeypatch.setattr(lower_module, "LARGE_CONSTANT", 0.0)
+
+    def fn(x):
+        made = make(8, 16)
+        return (x + made.index_copy(1, torch.arange(16), x)).sum()
+
+    x = torch.randn(8, 16, requires_grad=True)
+    compiled = pw.compile(fn, (x,), mesh={"dp": 4}, in_strategy=(("dp", None),))
+    sizes = [node.args[0] for node in compiled.program.forward.graph.nodes if not node.all_input_nodes and node.args]
+    assert [2, 16] in sizes
+    assert [8, 16] not in sizes

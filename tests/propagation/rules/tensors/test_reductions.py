@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from expansions import check, check_split, randn
 
+import partway as pw
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import operator_name
 from partway.propagation.problem.formulate import formulate
@@ -190,3 +191,22 @@ def test_a_sum_or_mean_of_a_scalar_is_itself(lab):
 
     graph = check(lab, fn, randn(4))
     lab.check_optimum(graph, fn, (randn(4),), lab.LINE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_histogram_of_integers_which_only_a_gpu_has_is_planned_on_the_meta_device(dtype):
+    def fn(ids, x):
+        return torch.histc(ids.to(dtype), bins=4, min=0, max=3), x.sum()
+
+    ids, x = torch.tensor([0, 3, 1, 3, 7, 0, 3, -1]), torch.ones(8, requires_grad=True)
+    compiled = pw.compile(
+        fn, (ids.to("meta"), x.detach().to("meta").requires_grad_()), mesh={"dp": 4}, in_strategy=(("dp",), ("dp",))
+    )
+    assert compiled.program.backward is not None
+    counts, _ = torch.fx.Interpreter(compiled.graph.module).run(ids.clamp(-1, 7), x)
+    inside = ids.to(dtype)
+    expected = torch.bincount(inside[(inside >= 0) & (inside <= 3)].long(), minlength=4)
+    assert counts.dtype is dtype
+    assert counts.tolist() == expected.tolist()
+    (histogram,) = [each for each in compiled.plan.operators if "histc" in each.operator]
+    assert str(histogram.results[0]) == "('P',)"
