@@ -29,7 +29,7 @@ from ..graph.port import Port
 from ..memory.keeping import seconds_again
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.formulate import formulate
-from ..problem.problem import SearchProblem, Vertex
+from ..problem.problem import Allowed, SearchProblem, Settings, Vertex
 from ..program.collective import Collective
 from ..program.lower import lower, tensor_name
 from ..program.program import Program
@@ -43,6 +43,7 @@ from .data import SAME
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
 _EXACT = SearchMode.DYNAMIC_PROGRAMMING
+WORTH_SAYING = 0.01  # the share of a plan's cost from which on what an option costs is said
 NAMED = 2  # collectives of the alternative that are named
 
 
@@ -164,11 +165,15 @@ def without_annotations(problem: SearchProblem, left_out: Iterable[WrittenAnnota
     """`problem` without these annotations. Raises StrategyError as `formulate`."""
     keys = {key for one in left_out for key in one.keys}
     allowed = {name: layouts for name, layouts in problem.allowed.items() if name not in keys}
+    return _formulated(problem, problem.settings, allowed, problem.as_it_lies | (beside_losses(problem.graph) & keys))
+
+
+def _formulated(
+    problem: SearchProblem, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str]
+) -> SearchProblem:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnknownOperatorWarning)  # the plan itself has warned
-        return formulate(
-            problem.graph, problem.settings, allowed, problem.as_it_lies | (beside_losses(problem.graph) & keys)
-        )
+        return formulate(problem.graph, settings, allowed, as_it_lies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,6 +309,27 @@ class Alternatives:
     def annotation_of(self, key: str) -> WrittenAnnotation | None:
         """The annotation of the tensor or constraint `key`, if there is one."""
         return next((one for one in self.annotations if key in one.keys), None)
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """A line for each option in force that rules out a plan that costs less by WORTH_SAYING of the cost."""
+        settings, found = self.problem.settings, dict[str, Outcome | None]()
+        if settings.fully_use_devices:
+            found["fully_use_devices=False"] = self._under(replace(settings, fully_use_devices=False))
+        if settings.keep_cheapest is not None:
+            found["enable_algo_approxi=False"] = self._under(replace(settings, keep_cheapest=None))
+        if not SEARCHES[self.mode].exact:
+            found[f"search_mode={_EXACT.value!r}"] = self.optimum
+        enough = (1 - WORTH_SAYING) * self.planned.cost
+        return tuple(
+            f"with {option} the cheapest plan {comparison(plan, self.planned)}"
+            for option, plan in found.items()
+            if plan and plan.cost < enough
+        )
+
+    def _under(self, settings: Settings) -> Outcome | None:
+        """The cheapest plan under other settings; None if there is none."""
+        return best(_formulated(self.problem, settings, self.problem.allowed, self.problem.as_it_lies))
 
     def of_annotation(self, one: WrittenAnnotation) -> str:
         """A line: the cost of an annotation over the optimum without it."""

@@ -48,7 +48,8 @@ def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives:
         lines += [f"    {line}" for line in asked.of_annotation(subject)]
         for c in subject.collectives:
             lines += [_cost(c), *(f"        {line}" for line in (*_because(c), *asked.of_collective(c)))]
-    return Report("\n".join([*lines, *asked.rest()]))
+    options = known.options if known and alternatives else ()
+    return Report("\n".join([*lines, *asked.rest(), *options]))
 
 
 def _codes(plan: PlanData, codes: Iterable[str]) -> str:

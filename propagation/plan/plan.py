@@ -62,8 +62,11 @@ class Plan(PlanData):
         return table(self, every=every, rows=rows, width=width)
 
     def summary(self) -> Report:
-        """Totals in three lines."""
-        return summary(self)
+        """Totals in three lines, and a line for each option that costs a percent or more: fully_use_devices,
+        enable_algo_approxi, or another search_mode than the exact one. The first call of a new plan searches again
+        without each of them."""
+        known = self._origin.alternatives
+        return summary(self, known.options if known else ())
 
     def explain(self, name: Any, *, alternatives: int = 8) -> Report:
         """Explain an operator, a module or a tensor: its strategy, its annotation with its cost, and each

@@ -94,8 +94,8 @@ _DOES = {
 }
 
 
-def summary(plan: PlanData) -> Report:
-    """See Plan.summary."""
+def summary(plan: PlanData, options: Sequence[str] = ()) -> Report:
+    """See Plan.summary. `options`: lines about what options cost."""
     forward = [c for c in plan.collectives if c.phase == "forward"]
     backward = [c for c in plan.collectives if c.phase == "backward"]
     limit = plan.certificate.memory_limit
@@ -103,7 +103,7 @@ def summary(plan: PlanData) -> Report:
         f"{len(forward)} collectives forward, {len(backward)} backward; one rank sends "
         f"{human(plan.wire_bytes)} a step; predicted {lasting(plan.predicted_time)}\n"
         f"on one device: {plan.memory}{'' if limit is None else f'; memory_limit {human(limit)}'}\n"
-        f"search: {plan.certificate}"
+        f"search: {plan.certificate}" + "".join(f"\n{line}" for line in options)
     )
 
 
