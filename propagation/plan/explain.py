@@ -49,7 +49,7 @@ def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives:
         for c in subject.collectives:
             lines += [_cost(c), *(f"        {line}" for line in (*_because(c), *asked.of_collective(c)))]
     options = known.options if known and alternatives else ()
-    return Report("\n".join([*lines, *asked.rest(), *options]))
+    return Report("\n".join([*lines, *options, *asked.rest()]))
 
 
 def _codes(plan: PlanData, codes: Iterable[str]) -> str:

@@ -65,6 +65,35 @@ LIMITED = {"memory_limit": 8e9, "binding": True}
             " within memory_limit 8 GB: at most 25.0 % above the optimum (the duality gap)",
         ),
         ("sharding_propagation", 1.6, LIMITED, 0.25, " within memory_limit 8 GB: at most 25.0 % above the optimum"),
+        (
+            "dynamic_programming",
+            2.0,
+            {"proven": True, "other_meshes": 3, "bound_elsewhere": 2.5},
+            0.0,
+            ": the optimum, proven on this mesh, and on 3 other meshes",
+        ),
+        (
+            "dynamic_programming",
+            2.0,
+            {"proven": True, "other_meshes": 1, "bound_elsewhere": 1.9},
+            0.0,
+            ": the optimum, proven on this mesh; on 1 other mesh a plan costs at most 5.0 % less",
+        ),
+        (
+            "recursive_programming",
+            1.6,
+            {"other_meshes": 2},
+            0.25,
+            ": at most 25.0 % above the optimum on this mesh; of 2 other meshes only plans of this mode are known",
+        ),
+        (
+            "dynamic_programming",
+            2.0,
+            {"proven": True, "other_meshes": 1, "bound_elsewhere": 2.0, "ends": 1.2, "ends_bound": 1.0},
+            0.0,
+            ": the optimum, proven on this mesh, and on 1 other mesh; the step ends after 1.2 s, at most 20.0 % later "
+            "than any on this mesh",
+        ),
     ],
 )
 def test_a_certificate_says_what_is_known(mode, bound, more, gap, text):
