@@ -1,0 +1,294 @@
+"""Published training runs beside what the package predicts for them: seconds, tokens/s, MFU and peak memory.
+
+    python benchmarks/published.py [--only MPT-7b] [--cache out/published.jsonl] [--json out/published.json]
+    python benchmarks/published.py --fit            # also fits the figures of each kind of GPU
+    python benchmarks/published.py --check 3        # plans a row with all its layers, beside the extrapolation
+
+`published_runs.csv` has some 250 runs of others with their sources. Rows that can be expressed are planned on the meta
+device with few layers, by the recipe of the row (published_plans.py), and extrapolated to all layers; the ingredients
+of their steps are cached, so that another profile needs no planning. Rows that cannot be expressed are listed with the
+reason. Nothing is run on a device.
+
+published_rows.py reads the rows and has the sources' formulas for MFU, published_seconds.py computes the time of a step
+from its ingredients, and published_fit.py fits the physical figures of a kind of GPU to every second row of each
+source. The bars, on the other rows: the median of predicted over measured seconds within 10 % of 1, nine rows of ten
+within 25 %; Kendall's tau of at least 0.8 for each model with four layouts or more on a kind of GPU; memory within 10 %.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import typer
+from published_cache import Cache
+from published_fit import NAMES, SHEETS, Figures, fitted, halves, kendall, profile_of_sheet
+from published_plans import ingredients
+from published_rows import Run, rows
+from published_seconds import Prediction, Prices, Step
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from script import start
+
+BARS = {"median": 0.10, "nine of ten": 0.25, "tau": 0.8, "memory": 0.10}
+LAYOUTS = 4  # of a model on a kind of GPU: from here on their order is judged
+WORST = 10
+
+
+def steps_of(runs: Iterable[Run], cache: Cache) -> list[Step]:
+    """The rows whose ingredients are in the cache."""
+    return [
+        Step(run, *(cache.known[spec.key] for spec in run.specs))
+        for run in runs
+        if not run.why_not and all(spec.key in cache.known for spec in run.specs)
+    ]
+
+
+def by_package(kind: str) -> Prices:
+    """The prices of the package: its preset for a kind of GPU, with the peak and memory of the data sheet."""
+    return Prices(profile_of_sheet(SHEETS[kind]))
+
+
+def fit(steps: Sequence[Step]) -> dict[str, Figures]:
+    """The figures of each kind of GPU that has rows, by the rows to fit. What fewer rows than figures can say starts
+    from those of the kind with most rows of the same generation."""
+    found: dict[str, Figures] = {}
+    to_fit, _ = halves(steps)
+    by_kind: dict[str, list[Step]] = {}
+    for step in to_fit:
+        by_kind.setdefault(step.run.kind, []).append(step)
+    for kind, own in sorted(by_kind.items(), key=lambda item: -len(item[1])):
+        like = next((figures for other, figures in found.items() if other[:4] == kind[:4]), Figures())
+        few = len(own) < len(NAMES)
+        across = any(int(step.run.n_gpus) > SHEETS[kind].node for step in own)
+        inside = any(int(step.run.n_gpus) > 1 for step in own)
+        free = ["products"] if few else [*NAMES[:4]]
+        if not few:
+            free += ["nvlink"] * inside + ["network"] * across + ["network_latency"] * across
+        found[kind] = fitted(kind, own, like, free)
+    return found
+
+
+# -- Tables ------------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
+    return table
+
+
+def rows_table(steps: Sequence[Step], package: Mapping[int, Prediction], fits: Mapping[int, Prediction]) -> Table:
+    """One line for each row."""
+    names = ["measured s", "package s", "ratio"] + ["fitted s", "ratio", "exposed s"] * bool(fits)
+    table = _table(
+        f"predicted steps; MFU by the formula of each source; torch {torch.__version__}",
+        "source", "model, layout", "GPU", "again", *names, "tokens/s/GPU", "predicted", "MFU %", "TFLOP/s", "GB", "predicted",
+    )  # fmt: skip
+    for step in steps:
+        run = step.run
+        best = fits.get(run.number) or package[run.number]
+        cells = [f"{run.measured:.3f}", f"{package[run.number].seconds:.3f}", _ratio(package[run.number].seconds / run.measured)]
+        if fits:
+            cells += [f"{best.seconds:.3f}", _ratio(best.seconds / run.measured), f"{best.exposed:.3f}"]
+        rate = run.flops_per_token * run.tokens / best.seconds
+        table.add_row(
+            run.short, f"{run.model}, {run.layout}", run.kind, run.recompute[:18], *cells,
+            f"{run.tokens / run.measured:.0f}", f"{run.tokens / best.seconds:.0f}", f"{100 * rate / run.peak_flops:.1f}",
+            f"{rate / 1e12:.0f}", f"{run.memory / 1e9:.1f}" if run.memory else "", f"{step.memory / 1e9:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def summary(title: str, steps: Sequence[Step], found: Mapping[int, Prediction]) -> Table:
+    """Predicted over measured for each source and model."""
+    table = _table(title, "source", "model", "GPU", "rows", "median", "5 % to 95 %", "within 25 %", "tau")
+    groups: dict[tuple[str, ...], list[Step]] = {}
+    for step in steps:
+        groups.setdefault((step.run.short, step.run.model, step.run.kind), []).append(step)
+    for (source, model, kind), own in [*groups.items(), (("all", "", ""), list(steps))]:
+        table.add_row(source, model, kind, *_figures(own, found), _tau(own, found) if model else "")
+    return table
+
+
+def _figures(steps: Sequence[Step], found: Mapping[int, Prediction]) -> tuple[str, str, str, str]:
+    ratios = np.array([found[step.run.number].seconds / step.run.measured for step in steps])
+    if not len(ratios):
+        return "0", "", "", ""
+    within = np.mean(np.abs(ratios - 1) <= BARS["nine of ten"])
+    low, high = np.quantile(ratios, [0.05, 0.95])
+    return str(len(ratios)), f"{np.median(ratios):.2f}", f"{low:.2f} to {high:.2f}", f"{100 * within:.0f} %"
+
+
+def taus(steps: Sequence[Step], found: Mapping[int, Prediction]) -> dict[tuple[str, str], tuple[float, int]]:
+    """Kendall's tau of predicted and measured tokens/s of each model with LAYOUTS or more on a kind of GPU."""
+    groups: dict[tuple[str, str], list[Step]] = {}
+    for step in steps:
+        groups.setdefault((step.run.model, step.run.kind), []).append(step)
+    return {
+        key: (kendall(_pairs(own, found)), len(own))
+        for key, own in groups.items()
+        if len({step.run.layout for step in own}) >= LAYOUTS
+    }
+
+
+def _pairs(steps: Sequence[Step], found: Mapping[int, Prediction]) -> list[tuple[float, float]]:
+    return [(s.run.tokens / found[s.run.number].seconds, s.run.tokens / s.run.measured) for s in steps]
+
+
+def _tau(steps: Sequence[Step], found: Mapping[int, Prediction]) -> str:
+    return f"{kendall(_pairs(steps, found)):.2f}" if len(steps) >= LAYOUTS else ""
+
+
+def worst(steps: Sequence[Step], found: Mapping[int, Prediction]) -> Table:
+    """The rows that are furthest off, with the shares of a predicted step."""
+    table = _table("the rows furthest off", "source", "model, layout", "GPU", "ratio", "measured s", "kernels s", "exposed s", "optimizer s")
+    for step in sorted(steps, key=lambda s: -abs(np.log(found[s.run.number].seconds / s.run.measured)))[:WORST]:
+        each, run = found[step.run.number], step.run
+        table.add_row(
+            run.short, f"{run.model}, {run.layout}", run.kind, _ratio(each.seconds / run.measured), f"{run.measured:.3f}",
+            f"{each.computing:.3f}", f"{each.exposed:.3f}", f"{each.optimizer:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def figures_table(found: Mapping[str, Figures], steps: Sequence[Step]) -> Table:
+    """The fitted figures of each kind of GPU."""
+    table = _table("fitted figures", "GPU", "rows", *NAMES, "nvlink GB/s", "network GB/s")
+    to_fit, _ = halves(steps)
+    for kind, figures in found.items():
+        sheet = SHEETS[kind]
+        count = sum(step.run.kind == kind for step in to_fit)
+        table.add_row(
+            kind, str(count), *(f"{getattr(figures, name):.3g}" for name in NAMES),
+            f"{figures.nvlink * sheet.nvlink / 1e9:.0f}", f"{figures.network * sheet.network / 1e9:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def judged(steps: Sequence[Step], found: Mapping[int, Prediction]) -> list[str]:
+    """The bars, each with what was found."""
+    ratios = np.array([found[step.run.number].seconds / step.run.measured for step in steps])
+    within = float(np.mean(np.abs(ratios - 1) <= BARS["nine of ten"]))
+    orders = taus(steps, found)
+    memory = np.array([step.memory / step.run.memory for step in steps if step.run.memory])
+    said = [
+        f"median {np.median(ratios):.3f} (bar: within {BARS['median']:.0%}), {within:.0%} of {len(ratios)} rows within "
+        f"{BARS['nine of ten']:.0%} (bar: 90 %)",
+        f"tau: {', '.join(f'{model} on {kind} {tau:.2f} ({n})' for (model, kind), (tau, n) in orders.items())} "
+        f"(bar: {BARS['tau']})",
+    ]
+    if len(memory):
+        near = float(np.mean(np.abs(memory - 1) <= BARS["memory"]))
+        said.append(
+            f"memory: median {np.median(memory):.2f}, {memory.min():.2f} to {memory.max():.2f}, {near:.0%} of {len(memory)} "
+            f"rows within {BARS['memory']:.0%}"
+        )
+    return said
+
+
+def _unexpressed(runs: Iterable[Run], cache: Cache) -> Table:
+    reasons: dict[str, Counter[str]] = {}
+    for run in runs:
+        failed = next((cache.failed[s.key] for s in run.specs if s.key in cache.failed), "") if not run.why_not else ""
+        why = run.why_not or failed
+        if why:
+            reasons.setdefault(why, Counter())[f"{run.short}: {run.model}"] += 1
+    table = _table("rows that cannot be expressed", "reason", "source: model (rows)", "rows")
+    for why, names in reasons.items():
+        for place, (name, count) in enumerate(names.items()):
+            table.add_row("" if place else f"{why}: {names.total()}", name, str(count))
+    return table
+
+
+# -- The check of the extrapolation ------------------------------------------------------------------------------------
+
+
+def check(run: Run, cache: Cache) -> str:
+    """A row planned with all its layers, beside the extrapolation from few."""
+    cache.plan(run.specs)
+    step = Step(run, *(cache.known[spec.key] for spec in run.specs))
+    prices = Figures().prices(run.kind)
+    whole = ingredients(run.spec)
+    exact = Step(run, whole, whole).predicted(prices)
+    found = step.predicted(prices)
+    return (
+        f"{run.label}, {run.layout}: {exact.seconds:.4f} s with all {run.spec.model.layers} layers, {found.seconds:.4f} s "
+        f"extrapolated from {run.layers} ({found.seconds / exact.seconds - 1:+.2%}); memory "
+        f"{Step(run, whole, whole).memory / 1e9:.2f} and {step.memory / 1e9:.2f} GB"
+    )
+
+
+def main(
+    only: Annotated[str, typer.Option(help="the rows whose source, model or GPU contains this")] = "",
+    fits: Annotated[bool, typer.Option("--fit", help="fit the figures of each kind of GPU")] = False,
+    planning: Annotated[bool, typer.Option("--plan/--no-plan", help="plan what the cache lacks")] = True,
+    whole: Annotated[int, typer.Option("--check", help="plan this row of the file with all its layers")] = -1,
+    cached: Annotated[Path, typer.Option("--cache", help="the ingredients of steps")] = Path("out/published.jsonl"),
+    out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/published.json"),
+) -> None:
+    """Predict all rows, print them beside what was measured, and exit with status 1 where a bar is missed."""
+    runs = [run for run in rows() if only in f"{run.source} {run.model} {run.kind}"]
+    if not runs:
+        raise typer.BadParameter(f"no row contains {only!r} in its source, model or GPU")
+    cache = Cache.read(cached)
+    if whole >= 0:
+        print(check(rows()[whole], cache))
+        return
+    if planning:
+        cache.plan(spec for run in runs if not run.why_not for spec in run.specs)
+    steps = steps_of(runs, cache)
+    package = {step.run.number: step.predicted(by_package(step.run.kind)) for step in steps}
+    figures = fit(steps) if fits else {}
+    prices = {kind: each.prices(kind) for kind, each in figures.items()}
+    found = {s.run.number: s.predicted(prices[s.run.kind]) for s in steps if s.run.kind in prices}
+    console = Console(width=250)
+    console.print(rows_table(steps, package, found))
+    console.print(_unexpressed(runs, cache))
+    sure = [step for step in steps if not step.run.assumed]
+    console.print(summary("the package's prices: predicted over measured", sure, package))
+    best: Mapping[int, Prediction] = package
+    tested: Sequence[Step] = sure
+    if fits:
+        to_fit, tested = halves([step for step in steps if step.run.number in found])
+        best = found
+        console.print(figures_table(figures, steps))
+        console.print(summary("fitted, the rows that were fitted: predicted over measured", to_fit, found))
+        console.print(summary("fitted, the other rows: predicted over measured", tested, found))
+        print("all rows:", *judged([*to_fit, *tested], found), sep="\n  ")
+    console.print(worst(tested, best))
+    print("the rows that are judged:", *judged(tested, best), sep="\n  ")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    data = {
+        "torch": torch.__version__,
+        "figures": {kind: asdict(each) for kind, each in figures.items()},
+        "rows": [
+            {"row": s.run.number, "label": s.run.label, "layout": s.run.layout, "gpu": s.run.kind, "assumed": s.run.assumed,
+             "measured": s.run.measured, "package": asdict(package[s.run.number]),
+             "fitted": asdict(found[s.run.number]) if s.run.number in found else None,
+             "memory": s.memory, "measured memory": s.run.memory}
+            for s in steps
+        ],
+        "not expressed": {run.number: run.why_not for run in runs if run.why_not},
+    }  # fmt: skip
+    out.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    start(main)
