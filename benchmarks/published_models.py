@@ -21,6 +21,7 @@ class Architecture:
     family      "llama" or "gpt"
     heads, kv   attention heads, and heads of keys and values
     tied        whether the output layer has the weights of the embedding
+    flash       whether attention is one kernel; otherwise scores are in memory, masked and normalized
     """
 
     family: str
@@ -31,6 +32,7 @@ class Architecture:
     ffn: int
     vocab: int
     tied: bool
+    flash: bool = True
 
     @property
     def in_block(self) -> int:
@@ -52,6 +54,7 @@ class Attention(nn.Module):
     def __init__(self, a: Architecture) -> None:
         super().__init__()
         self.head, self.groups, self.rotary = a.hidden // a.heads, a.heads // a.kv, a.family == "llama"
+        self.flash = a.flash
         self.q_proj = nn.Linear(a.hidden, a.hidden, bias=False)
         self.k_proj = nn.Linear(a.hidden, a.kv * self.head, bias=False)
         self.v_proj = nn.Linear(a.hidden, a.kv * self.head, bias=False)
@@ -67,7 +70,12 @@ class Attention(nn.Module):
             k, v = (
                 y[:, :, None].expand(-1, -1, self.groups, -1, -1).reshape(q.shape) for y in (k, v)
             )  # each head of keys serves a group
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.flash:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            scores = (q @ k.transpose(2, 3) / self.head**0.5).masked_fill(later, float("-inf"))
+            attended = scores.softmax(-1) @ v
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 

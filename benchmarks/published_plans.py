@@ -36,10 +36,12 @@ from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.graph import differentiated
-from partway.propagation.graph.nodes import argument, computed_again, is_pointwise, is_view, module_path, operator_name
+from partway.propagation.cost.cost import LOOKUPS
+from partway.propagation.graph.nodes import argument, bytes_of, computed_again, is_pointwise, is_view, module_path, operator_name
 from partway.propagation.graph.port import Role
 from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.fates import KEPT
+from partway.propagation.memory.held import Purpose
 from partway.propagation.memory.keeping import KeepProblem, keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
@@ -53,6 +55,10 @@ from partway.requests.request import Request
 from partway.strategy import Mesh
 
 AGAIN = ("none", "attention", "every second product", "every second block", "full")  # what the backward computes again
+
+
+RANKS = 8
+MICROBATCH = 11  # a prime that no size of a model contains: tensors that it divides grow with the microbatch
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,21 @@ class Spec:
         """The axes that parameters are split over beside tp."""
         return (("dp",) if self.split_dp and self.dp > 1 else ()) + (("fsdp",) if self.fsdp > 1 else ())
 
+    @property
+    def ways(self) -> int:
+        """The number of parts that parameters are split into beside tp."""
+        return math.prod(getattr(self, name) for name in self.splitting)
+
     def with_layers(self, layers: int) -> Spec:
+        """The same with another number of layers."""
         return replace(self, model=replace(self.model, layers=layers))
+
+    def with_few_ranks(self) -> Spec:
+        """The same with RANKS of the axes beside tp and a microbatch of MICROBATCH, from whose ingredients those of
+        this one follow: what a rank computes and the payloads of collectives do not depend on the number of ranks, and
+        tensors with the batch are proportional to the microbatch."""
+        few = {name: min(getattr(self, name), RANKS) for name in ("dp", "fsdp")}
+        return replace(self, **few, microbatch=MICROBATCH)
 
 
 # -- Annotations -------------------------------------------------------------------------------------------------------
@@ -116,12 +135,12 @@ def request_of(spec: Spec) -> Request:
     """The annotations that pin the layout of a recipe: parameters by name, and what goes into and out of modules."""
     tp = "tp" if spec.tp > 1 else None
     batch = _axes([name for name in ("dp", "fsdp") if getattr(spec, name) > 1])
-    rest, ways = _axes(spec.splitting), math.prod(getattr(spec, name) for name in spec.splitting)
+    rest, ways = _axes(spec.splitting), spec.ways
     both = _axes([*((tp,) if tp else ()), *spec.splitting])
     between = (batch, tp if spec.sequence_parallel else None, None)
     whole, split = (batch, None, None), (batch, None, tp)
     columns, rows = ((tp, rest), (rest, tp)) if tp else ((rest, None), (rest, None))
-    even = spec.model.vocab % max(ways * spec.tp, 1) == 0
+    even = spec.model.vocab % (ways * spec.tp) == 0
     table = (tp, rest) if tp else (rest, None) if even else (None, rest)
     into = ("*q_proj", "*k_proj", "*v_proj", "*gate_proj", "*up_proj", "lm_head")
     out_of = ("*o_proj", "*down_proj")
@@ -194,10 +213,12 @@ def followed(problem: SearchProblem, again: str) -> KeepProblem:
         products[block] += _is_product(vertex)
         if block is not None and (again == "full" or (again == "every second block" and block % 2 == 0)):
             whole.add(i)
-        selected = block is not None and vertex.kind is VertexKind.OPERATOR and (
-            (again == "attention" and "scaled_dot_product" in operator_name(vertex.node))
-            or (again == "every second product" and _is_product(vertex) and products[block] % 2 == 0)
-        )  # fmt: skip
+        attention = vertex.kind is VertexKind.OPERATOR and "scaled_dot_product" in operator_name(vertex.node)
+        product = _is_product(vertex)
+        saved = attention or (product and products[block] % 2 == 1)  # by torchtitan's selective recomputation
+        selected = block is not None and (
+            (again == "attention" and attention) or (again == "every second product" and not saved)
+        )
         fates = tuple(fate for fate in every.facts[i].fates if fate is not KEPT)
         is_again = (i in whole or selected) and i not in leaves and fates
         facts.append(replace(every.facts[i], fates=fates) if is_again else free.facts[i])
@@ -283,7 +304,10 @@ def _fused(program: Program) -> Program:
 
 # -- Ingredients -------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("operator", "flops", "moved", "written", "held", "dtype", "reads", "axes", "payload", "weights", "flags")
+COLUMNS = (
+    "operator", "flops", "moved", "fixed", "written", "held", "still", "dtype", "reads", "axes", "payload", "weights",
+    "flags",
+)  # fmt: skip
 
 
 def ingredients(spec: Spec) -> dict[str, Any]:
@@ -292,13 +316,15 @@ def ingredients(spec: Spec) -> dict[str, Any]:
     operator    the name of the operator, or the kind of the collective
     flops       floating-point operations; of causal attention half of what PyTorch's formula counts
     moved, written, held   bytes read and written, of these written, and of the node's value
+    fixed, still    of moved and held, the bytes of tensors that do not grow with the microbatch
     reads       the places of its operands
     axes, payload   of a collective; "" for an operator
     weights     whether a collective gathers weights ("w") or reduces their gradients ("g")
     flags       "p" pointwise, "v" a view or a call without work, "a" computed again, "l" waits for nothing,
                 "n" in a norm
 
-    and the bytes that a rank holds at rest and at the peak of the step.
+    and the parameters of a rank, and the most bytes that it holds in each part of the step beside parameters and states
+    (`_most_held`).
     """
     dtype = getattr(torch, spec.dtype)
     request = request_of(spec)
@@ -317,13 +343,11 @@ def ingredients(spec: Spec) -> dict[str, Any]:
     draft = replace(draft, solution=solved(followed(draft.problem, spec.again), spec.free_again))
     draft = lowered(draft)
     program = _fused(differentiated_program(inputs, draft.program, differentiated(graph)).program)
-    held = held_in_step(draft.plan, program)
-    peak = int(held.total.argmax())
     own = [port for port in program.inputs if port.port.role is Role.PARAMETER]
     return {
         "parameters": sum(math.prod(port.local_shape) for port in own),
         "tensors": len(own),
-        "peak": {str(purpose.value): float(sizes[peak]) for purpose, sizes in held.by_purpose.items()},
+        "held": _most_held(draft, program),
         "phases": {
             "forward": _columns(program, program.forward.graph),
             "backward": _columns(program, program.backward.graph) if program.backward is not None else {},
@@ -343,28 +367,54 @@ def _row(node: fx.Node, meter: Meter, parameters: Mapping[int, Any], place: Mapp
     work = meter.work(node)
     reads = [place[operand] for operand in node.all_input_nodes]
     flags = ("a" if computed_again(node) else "") + ("l" if work.late else "")
-    held = meter.held(node) if node.op == "call_function" else 0
+    held, still = (meter.held(node), _still(node, meter)) if node.op in ("call_function", "placeholder") else (0, 0)
     dtype = next((str(t.dtype).removeprefix("torch.") for t in _tensors(meter.values.get(node))), "float32")
     if work.lane == COMMUNICATION:
-        return (
-            work.kind, 0, 0, 0, held, dtype, reads, " ".join(work.axes), work.payload, _of_weights(node, parameters),
-            flags,
-        )  # fmt: skip
-    if node.op != "call_function":
-        return (node.op, 0, 0, 0, meter.held(node) if node.op == "placeholder" else 0, dtype, reads, "", 0, "", flags + "v")
+        axes, weights = " ".join(work.axes), _of_weights(node, parameters)
+        return (work.kind, 0, 0, 0, 0, held, still, dtype, reads, axes, work.payload, weights, flags)
+    name = str(node.target) if node.op == "call_function" else node.op
     if node.target in (convert, convert_group):
-        if work.lane is None:
-            return (work.kind or "nothing", 0, 0, 0, held, dtype, reads, "", 0, "", flags + "v")
-        moved = held + sum(map(meter.held, node.all_input_nodes))
-        return (work.kind, 0, moved, held, held, dtype, reads, "", 0, "", flags + "p")
-    if work.lane is None or is_view(node):
-        return (str(node.target), 0, 0, 0, held, dtype, reads, "", 0, "", flags + "v")
-    flops, moved, written = meter.figures(node)
-    if "scaled_dot_product" in str(node.target):
+        name = work.kind or "nothing"
+    if node.op != "call_function" or work.lane is None or is_view(node):
+        return (name, 0, 0, 0, 0, held, still, dtype, reads, "", 0, "", flags + "v")
+    if node.target in (convert, convert_group):
+        flops, moved, written = 0, held + sum(map(meter.held, node.all_input_nodes)), held
+        flags += "p"
+    else:
+        flops, moved, written = meter.figures(node)
+        flags += "p" if is_pointwise(node.target) else ""
+    fixed = still + sum(_still(operand, meter) for operand in node.all_input_nodes)
+    if node.target in LOOKUPS:
+        fixed = still
+    if "scaled_dot_product" in name:
         flops //= 2 if argument(node, "is_causal") else 1
-    flags += "p" if is_pointwise(node.target) else ""
     flags += "n" if "norm" in module_path(node).rpartition(".")[2] else ""
-    return (str(node.target), flops, moved, written, held, dtype, reads, "", 0, "", flags)
+    return (name, flops, moved, fixed, written, held, still, dtype, reads, "", 0, "", flags)
+
+
+def _still(node: fx.Node, meter: Meter) -> int:
+    """The bytes of a node's value in tensors that do not grow with the microbatch."""
+    return sum(bytes_of(t) for t in _tensors(meter.values.get(node)) if t.numel() % MICROBATCH)
+
+
+def _most_held(draft: Draft, program: Program) -> dict[str, float]:
+    """The most bytes that a rank holds beside parameters and optimizer states in the forward, in the backward before the
+    last block ("head"), in that of the last and of the first block, and after it ("end")."""
+    held = held_in_step(draft.plan, program)
+    rest = sum(held.by_purpose[purpose] for purpose in (Purpose.PARAMETERS, Purpose.OPTIMIZER))
+    blocks = {v.name: _block(module_path(v.node)) for v in draft.problem.vertices if v.port is None}
+    last = max((block for block in blocks.values() if block is not None), default=0)
+    found, here = dict.fromkeys(("forward", "head", "last", "first", "end"), 0.0), "head"
+    for moment, size in zip(held.moments, (held.total - rest).tolist(), strict=True):
+        block = blocks.get(moment.of)
+        if moment.phase == "backward":
+            if block is not None:
+                here = "last" if block == last else "first" if block == 0 else "between"
+            elif moment.of in blocks and here == "first":
+                here = "end"
+        place = here if moment.phase == "backward" else "forward"
+        found[place] = max(found.get(place, 0.0), float(size))
+    return found
 
 
 def _of_weights(node: fx.Node, parameters: Mapping[int, Any]) -> str:

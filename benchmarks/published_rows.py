@@ -69,6 +69,7 @@ class Source:
     compiled      elementwise operators are fused where the row does not say whether they are
     sequence_parallel  tensor parallelism splits the sequence between the products
     zero          the stage of ZeRO over dp where the row says none
+    flash         attention is one kernel
     """
 
     family: str
@@ -80,6 +81,7 @@ class Source:
     compiled: bool = False
     sequence_parallel: bool = True
     zero: int = 0
+    flash: bool = True
 
 
 SOURCES = {  # by the beginning of the source's name
@@ -92,11 +94,11 @@ SOURCES = {  # by the beginning of the source's name
     ),
     "Megatron-LM README images/cases": Source(
         "gpt", megatron_recomputing, sum32=False, overlapped=False, weights=2, masters=4, compiled=True,
-        sequence_parallel=False,
+        sequence_parallel=False, flash=False,
     ),
     "Megatron-LM images/tables": Source(
         "gpt", megatron_recomputing, sum32=False, overlapped=False, weights=2, masters=4, compiled=True,
-        sequence_parallel=False,
+        sequence_parallel=False, flash=False,
     ),
     # FSDP1 with mixed_precision: PURE, so bfloat16 reductions; float32 weights at rest
     "MosaicML": Source("gpt", palm, sum32=False),
@@ -220,7 +222,8 @@ class Run:
         llama = self.rules.family == "llama"
         tied = not llama or "tied embedding" in self.notes
         return Architecture(
-            self.rules.family, int(v["layers"]), hidden, heads, int(v["kv"] or heads), int(v["ffn"]), int(v["vocab"]), tied
+            self.rules.family, int(v["layers"]), hidden, heads, int(v["kv"] or heads), int(v["ffn"]), int(v["vocab"]), tied,
+            self.rules.flash,
         )
 
     @property
@@ -264,12 +267,19 @@ class Run:
     @property
     def layers(self) -> tuple[int, int]:
         """The two numbers of layers with which it is planned."""
-        return (2, 4) if self.spec.again == "every second block" else (2, 3)
+        first = 4 if self.memory else 2
+        return (first, first + 2) if self.spec.again == "every second block" else (first, first + 1)
+
+    @property
+    def planned(self) -> Spec:
+        """The spec whose ingredients are recorded: with fewer ranks and one microbatch, unless memory is compared."""
+        return self.spec if self.memory else self.spec.with_few_ranks()
 
     @property
     def specs(self) -> tuple[Spec, Spec]:
+        """The specs that are planned, with few layers and with more."""
         few, more = self.layers
-        return self.spec.with_layers(few), self.spec.with_layers(more)
+        return self.planned.with_layers(few), self.planned.with_layers(more)
 
     @property
     def compiled(self) -> bool:

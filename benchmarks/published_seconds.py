@@ -14,8 +14,6 @@ The layers of a model are equal: two programs with few layers give the figures o
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from published_plans import Spec
+from published_plans import MICROBATCH
 from published_rows import Run
 
 from partway.propagation.cost.cost import collective_cost, operator_seconds
@@ -168,6 +166,19 @@ class Way:
     overlapped: bool = True
 
 
+def scaled(columns: Mapping[str, list[Any]], times: float) -> dict[str, list[Any]]:
+    """A recorded graph with `times` the microbatch."""
+    if times == 1:
+        return dict(columns)
+    found = dict(columns)
+    found["flops"] = [times * flops for flops in columns["flops"]]
+    for name, still in (("moved", "fixed"), ("held", "still")):
+        found[name] = [f + times * (b - f) for b, f in zip(columns[name], columns[still], strict=True)]
+    payloads = zip(columns["payload"], columns["weights"], strict=True)
+    found["payload"] = [b * (times if not weights and b % MICROBATCH == 0 else 1) for b, weights in payloads]
+    return found
+
+
 def graph_of(columns: Mapping[str, list[Any]], way: Way) -> Graph:
     """A recorded graph, run in some way."""
     kernels = _kernels(columns, way.compiled)
@@ -302,9 +313,11 @@ class Step:
             assert rules is not None
             way = Way(self.run.compiled, overlapped=rules.overlapped)
             apart = self.run.microbatches > 1 and not self.run.spec.regather
+            times = self.run.spec.microbatch / self.run.planned.microbatch
             for each in (self.few, self.more):
-                phases = tuple(graph_of(c, way) for c in each["phases"].values())
-                others = tuple(graph_of(c, replace(way, parameters=False)) for c in each["phases"].values()) if apart else ()
+                columns = [scaled(graph, times) for graph in each["phases"].values()]
+                phases = tuple(graph_of(c, way) for c in columns)
+                others = tuple(graph_of(c, replace(way, parameters=False)) for c in columns) if apart else ()
                 self._played.append(Played(phases, others))
         return self._played
 
@@ -316,7 +329,8 @@ class Step:
     @property
     def parameters(self) -> float:
         """The parameters of one rank, split as at rest."""
-        return self.extrapolated(self.few["parameters"], self.more["parameters"])
+        whole = self.extrapolated(self.few["parameters"], self.more["parameters"]) * self.run.planned.ways
+        return whole / self.run.spec.ways
 
     @property
     def gradients(self) -> float:
@@ -355,11 +369,10 @@ class Step:
         copies, two states of Adam, and the sums of gradients where they are not those of the program."""
         rules, spec = self.run.rules, self.run.spec
         assert rules is not None
-        rest = ("parameters", "optimizer")
-        few, more = (sum(v for k, v in each["peak"].items() if k not in rest) for each in (self.few, self.more))
+        most = max(self.extrapolated(self.few["held"][part], self.more["held"][part]) for part in self.few["held"])
         own = self.parameters * (rules.weights + rules.masters + 8)
         sums = 4 * self.gradients if rules.masters and rules.sum32 else 4 * self.parameters if spec.fsdp > 1 else 0
-        return self.extrapolated(few, more) + own + sums
+        return most + own + sums
 
 
 def relative(step: Step, prices: Prices) -> float:
