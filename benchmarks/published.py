@@ -72,9 +72,9 @@ def fit(steps: Sequence[Step]) -> dict[str, Figures]:
         few = len(own) < len(NAMES)
         across = any(int(step.run.n_gpus) > SHEETS[kind].node for step in own)
         inside = any(int(step.run.n_gpus) > 1 for step in own)
-        free = ["products"] if few else [*NAMES[:4]]
+        free = ["products"] if few else ["products", "attention", "memory", "overhead"]
         if not few:
-            free += ["nvlink"] * inside + ["network"] * across + ["network_latency"] * across
+            free += ["beside", "nvlink"] * inside + ["network", "network_latency"] * across
         found[kind] = fitted(kind, own, like, free)
     return found
 
@@ -106,7 +106,7 @@ def rows_table(steps: Sequence[Step], package: Mapping[int, Prediction], fits: M
         table.add_row(
             run.short, f"{run.model}, {run.layout}", run.kind, run.recompute[:18], *cells,
             f"{run.tokens / run.measured:.0f}", f"{run.tokens / best.seconds:.0f}", f"{100 * rate / run.peak_flops:.1f}",
-            f"{rate / 1e12:.0f}", f"{run.memory / 1e9:.1f}" if run.memory else "", f"{step.memory / 1e9:.1f}",
+            f"{rate / 1e12:.0f}", f"{run.memory / 1e9:.1f}" if run.memory else "", f"{step.memory / 1e9:.1f}" if run.memory else "",
         )  # fmt: skip
     return table
 

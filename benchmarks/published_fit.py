@@ -1,8 +1,8 @@
 """The physical figures of each kind of GPU, fitted to half of the published runs and judged on the other half.
 
-A kind of GPU has at most eight fitted figures: the shares of its peak that matrix products and attention reach, the
-share of its memory's bandwidth, the seconds of a kernel that do not depend on its work, bytes/s and seconds per message
-of NVLink and of the network between nodes. There is no figure for a row, a model or a source. Peaks and bandwidths of
+A kind of GPU has at most nine fitted figures: the shares of its peak that matrix products and attention reach, the
+share of its memory's bandwidth, the seconds of a kernel that do not depend on its work, the share of its speed that is
+left to kernels while a collective runs, bytes/s and seconds per message of NVLink and of the network between nodes. There is no figure for a row, a model or a source. Peaks and bandwidths of
 the memory are those of data sheets. A figure that the rows of a kind say nothing about keeps its start.
 """
 
@@ -46,12 +46,19 @@ SHEETS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What is fitted of a kind of GPU; the network's figures are bytes/s that a GPU sends, and seconds per message."""
+    """What is fitted of a kind of GPU: shares of its data sheet and seconds.
+
+    products, attention, memory   the shares of the peak and of the memory's bandwidth
+    overhead           seconds per kernel
+    beside             the speed of kernels while a collective runs, as a share of their speed alone
+    nvlink, network    the shares of the bandwidth one way; and the seconds per message
+    """
 
     products: float = 0.75
     attention: float = 0.5
     memory: float = 0.8
     overhead: float = 3e-6
+    beside: float = 0.9
     nvlink: float = 0.7
     network: float = 0.8
     nvlink_latency: float = 4e-6
@@ -63,13 +70,14 @@ class Figures:
         inside, across = profile.levels
         inside = inside.model_copy(update=_level(self.nvlink * SHEETS[kind].nvlink, self.nvlink_latency))
         across = across.model_copy(update=_level(self.network * SHEETS[kind].network, self.network_latency))
-        profile = profile.model_copy(update={"levels": (inside, across)})
+        together = profile.together.model_copy(update={"computing": self.beside})
+        profile = profile.model_copy(update={"levels": (inside, across), "together": together})
         return Prices(profile, self.products, self.attention, self.memory, self.overhead, additive=True)
 
 
 NAMES = tuple(Figures.__dataclass_fields__)
-LOWEST = Figures(0.3, 0.1, 0.3, 0.0 + 1e-7, 0.2, 0.2, 5e-7, 1e-6)
-HIGHEST = Figures(0.95, 0.95, 1.0, 3e-5, 1.0, 1.0, 3e-5, 1e-4)
+LOWEST = Figures(0.3, 0.1, 0.3, 1e-7, 0.5, 0.2, 0.2, 5e-7, 1e-6)
+HIGHEST = Figures(0.95, 0.95, 1.0, 3e-5, 1.0, 1.0, 1.0, 3e-5, 1e-4)
 
 
 def _level(bandwidth: float, latency: float) -> dict[str, object]:
