@@ -70,6 +70,8 @@ class Source:
     sequence_parallel  tensor parallelism splits the sequence between the products
     zero          the stage of ZeRO over dp where the row says none
     flash         attention is one kernel
+    loss32        float32 copies of the logits that the loss holds beside those of the program: PyTorch's cross entropy
+                  of float32 logits keeps its result and makes their gradient
     """
 
     family: str
@@ -82,13 +84,14 @@ class Source:
     sequence_parallel: bool = True
     zero: int = 0
     flash: bool = True
+    loss32: int = 0
 
 
 SOURCES = {  # by the beginning of the source's name
     # FSDP2 with bfloat16 parameters and float32 reductions, float32 weights at rest
-    "torchtitan": Source("llama", torchtitan, sum32=True, compiled=True),
+    "torchtitan": Source("llama", torchtitan, sum32=True, compiled=True, loss32=2),
     # gradients are summed in float32 beside bfloat16 weights, whose float32 copies ZeRO 1 splits
-    "nanotron": Source("llama", nanotron, sum32=True, weights=2, masters=4),
+    "nanotron": Source("llama", nanotron, sum32=True, weights=2, masters=4, loss32=2),
     "Megatron-LM README images/model_table": Source(
         "gpt", megatron, sum32=True, weights=2, masters=4, compiled=True, zero=1
     ),

@@ -372,7 +372,8 @@ class Step:
         most = max(self.extrapolated(self.few["held"][part], self.more["held"][part]) for part in self.few["held"])
         own = self.parameters * (rules.weights + rules.masters + 8)
         sums = 4 * self.gradients if rules.masters and rules.sum32 else 4 * self.parameters if spec.fsdp > 1 else 0
-        return most + own + sums
+        logits = 4 * spec.microbatch * spec.sequence * spec.model.vocab / spec.tp * rules.loss32
+        return most + own + sums + logits
 
 
 def relative(step: Step, prices: Prices) -> float:
