@@ -54,12 +54,12 @@ class Figures:
     nvlink, network    the shares of the bandwidth one way; and the seconds per message
     """
 
-    products: float = 0.75
-    attention: float = 0.5
-    memory: float = 0.8
-    overhead: float = 3e-6
-    beside: float = 0.9
-    nvlink: float = 0.7
+    products: float = 0.68
+    attention: float = 0.25
+    memory: float = 0.9
+    overhead: float = 2e-6
+    beside: float = 0.7
+    nvlink: float = 0.9
     network: float = 0.8
     nvlink_latency: float = 4e-6
     network_latency: float = 1e-5
@@ -129,7 +129,7 @@ def fitted(kind: str, steps: Sequence[Step], start: Figures = Figures(), free: I
         return np.array([*own, *drift])
 
     first = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-9, high - 1e-9)
-    found = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-2, max_nfev=40)
+    found = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-2, max_nfev=12)
     return figures(found.x)
 
 
