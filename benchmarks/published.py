@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import typer
 from published_cache import Cache
-from published_fit import NAMES, SHEETS, Figures, fitted, halves, kendall, profile_of_sheet
+from published_fit import NAMES, SHEETS, Figures, family, fitted, halves, kendall, profile_of_sheet
 from published_plans import ingredients
 from published_rows import Run, rows
 from published_seconds import Prediction, Prices, Step
@@ -60,23 +60,20 @@ def by_package(kind: str) -> Prices:
 
 
 def fit(steps: Sequence[Step]) -> dict[str, Figures]:
-    """The figures of each kind of GPU that has rows, by the rows to fit. What fewer rows than figures can say starts
-    from those of the kind with most rows of the same generation."""
+    """The figures of each family of GPUs that has rows, by the rows to fit. A family with fewer rows than figures has
+    those of a related one, except the share of the peak."""
     found: dict[str, Figures] = {}
-    to_fit, _ = halves(steps)
-    by_kind: dict[str, list[Step]] = {}
-    for step in to_fit:
-        by_kind.setdefault(step.run.kind, []).append(step)
-    for kind, own in sorted(by_kind.items(), key=lambda item: -len(item[1])):
-        like = next((figures for other, figures in found.items() if other[:4] == kind[:4]), Figures())
-        few = len(own) < len(NAMES)
-        across = any(int(step.run.n_gpus) > SHEETS[kind].node for step in own)
-        inside = any(int(step.run.n_gpus) > 1 for step in own)
-        free = ["products"] if few else ["products", "attention", "memory", "overhead"]
-        if not few:
-            free += ["beside", "nvlink"] * inside + ["network", "network_latency"] * across
-        found[kind] = fitted(kind, own, like, free)
+    by_family: dict[str, list[Step]] = {}
+    for step in steps:
+        by_family.setdefault(family(step.run.kind), []).append(step)
+    for name, own in sorted(by_family.items(), key=lambda item: -len(item[1])):
+        like = next((figures for other, figures in found.items() if other[:4] == name[:4]), Figures())
+        free = ["products"] if len(own) < len(NAMES) else FITTED
+        found[name] = fitted(own, like, free)
     return found
+
+
+FITTED = [name for name in NAMES if name != "nvlink_latency"]
 
 
 # -- Tables ------------------------------------------------------------------------------------------------------------
@@ -172,8 +169,8 @@ def figures_table(found: Mapping[str, Figures], steps: Sequence[Step]) -> Table:
     table = _table("fitted figures", "GPU", "rows", *NAMES, "nvlink GB/s", "network GB/s")
     to_fit, _ = halves(steps)
     for kind, figures in found.items():
-        sheet = SHEETS[kind]
-        count = sum(step.run.kind == kind for step in to_fit)
+        sheet = next(sheet for name, sheet in SHEETS.items() if family(name) == kind)
+        count = sum(family(step.run.kind) == kind for step in to_fit)
         table.add_row(
             kind, str(count), *(f"{getattr(figures, name):.3g}" for name in NAMES),
             f"{figures.nvlink * sheet.nvlink / 1e9:.0f}", f"{figures.network * sheet.network / 1e9:.1f}",
@@ -237,6 +234,8 @@ def check(run: Run, cache: Cache) -> str:
 def main(
     only: Annotated[str, typer.Option(help="the rows whose source, model or GPU contains this")] = "",
     fits: Annotated[bool, typer.Option("--fit", help="fit the figures of each kind of GPU")] = False,
+    hold: Annotated[str, typer.Option(help="fit no row of the sources whose name contains this")] = "",
+    all_rows: Annotated[bool, typer.Option("--all", help="fit all rows, for figures to keep")] = False,
     planning: Annotated[bool, typer.Option("--plan/--no-plan", help="plan what the cache lacks")] = True,
     whole: Annotated[int, typer.Option("--check", help="plan this row of the file with all its layers")] = -1,
     cached: Annotated[Path, typer.Option("--cache", help="the ingredients of steps")] = Path("out/published.jsonl"),
@@ -254,8 +253,9 @@ def main(
         cache.plan(spec for run in runs if not run.why_not for spec in run.specs)
     steps = steps_of(runs, cache)
     package = {step.run.number: step.predicted(by_package(step.run.kind)) for step in steps}
-    figures = fit(steps) if fits else {}
-    prices = {kind: each.prices(kind) for kind, each in figures.items()}
+    figures = fit([s for s in (steps if all_rows else halves(steps)[0]) if not hold or hold not in s.run.source]) if fits else {}
+    kinds = {step.run.kind for step in steps}
+    prices = {kind: figures[family(kind)].prices(kind) for kind in kinds if family(kind) in figures}
     found = {s.run.number: s.predicted(prices[s.run.kind]) for s in steps if s.run.kind in prices}
     console = Console(width=250)
     console.print(rows_table(steps, package, found))

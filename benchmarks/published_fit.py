@@ -76,7 +76,7 @@ class Figures:
 
 
 NAMES = tuple(Figures.__dataclass_fields__)
-LOWEST = Figures(0.3, 0.1, 0.3, 1e-7, 0.5, 0.2, 0.2, 5e-7, 1e-6)
+LOWEST = Figures(0.2, 0.1, 0.3, 1e-7, 0.3, 0.2, 0.2, 5e-7, 1e-6)
 HIGHEST = Figures(0.95, 0.95, 1.0, 3e-5, 1.0, 1.0, 1.0, 3e-5, 1e-4)
 
 
@@ -113,7 +113,15 @@ def halves(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     return fitted, judged
 
 
-def fitted(kind: str, steps: Sequence[Step], start: Figures = Figures(), free: Iterable[str] = NAMES) -> Figures:
+FAMILIES = {"A100 40GB": "A100", "A100 80GB": "A100"}  # kinds with equal chips and networks, fitted together
+
+
+def family(kind: str) -> str:
+    """The kinds of GPU that share their figures, by name."""
+    return FAMILIES.get(kind, kind)
+
+
+def fitted(steps: Sequence[Step], start: Figures = Figures(), free: Iterable[str] = NAMES) -> Figures:
     """The figures that bring predicted over measured seconds of `steps` closest to 1: least squares of the logarithms,
     in which rows far off count less (soft L1 beyond 10 %)."""
     names = [name for name in free]
@@ -123,8 +131,8 @@ def fitted(kind: str, steps: Sequence[Step], start: Figures = Figures(), free: I
         return replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     def residuals(x: Floats) -> Floats:
-        prices = figures(x).prices(kind)
-        own = [np.log(step.predicted(prices).seconds / step.run.measured) for step in steps]
+        prices = {kind: figures(x).prices(kind) for kind in {step.run.kind for step in steps}}
+        own = [np.log(step.predicted(prices[step.run.kind]).seconds / step.run.measured) for step in steps]
         drift = 0.01 * (x - first)  # a figure that no row says anything about stays where it started
         return np.array([*own, *drift])
 

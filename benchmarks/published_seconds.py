@@ -6,6 +6,7 @@ the package. Everything else is how the steps of the sources differ from one for
 * Gradient accumulation runs the forward and backward of a microbatch several times. Collectives of parameters run in
   each with ZeRO 3, and in the last one otherwise.
 * Without overlap, gradients are reduced after the backward.
+* The gradients of a block are copied into one buffer before they are reduced.
 * A run of elementwise operators is one kernel where they are compiled, and in norms.
 * The optimizer reads and writes the local parameters, gradients and states once in a step.
 
@@ -198,6 +199,11 @@ def graph_of(columns: Mapping[str, list[Any]], way: Way) -> Graph:
             message = Message(columns["operator"][i], tuple(axes.split()), columns["payload"][i], weights)
             item = Item(-1, message, list(reads))
             gradient = weights == "g"
+            if gradient and len(columns["reads"][i]) > 1:  # gradients are copied into one buffer: read and written once
+                if stretch < 0:
+                    stretch = 1 + max((item.stretch for item in items), default=-1)
+                    items.append(Item(stretch, None, []))
+                rows.append((0.0, 2.0 * columns["payload"][i], DTYPES.index("float32"), OTHER, stretch))
             (items if way.overlapped or not gradient else last).append(item)
             # the result of a reduced gradient is read by the optimizer only
             waits[i] = frozenset() if gradient else frozenset({item})
