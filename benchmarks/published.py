@@ -167,10 +167,9 @@ def worst(steps: Sequence[Step], found: Mapping[int, Prediction]) -> Table:
 def figures_table(found: Mapping[str, Figures], steps: Sequence[Step]) -> Table:
     """The fitted figures of each kind of GPU."""
     table = _table("fitted figures", "GPU", "rows", *NAMES, "nvlink GB/s", "network GB/s")
-    to_fit, _ = halves(steps)
     for kind, figures in found.items():
         sheet = next(sheet for name, sheet in SHEETS.items() if family(name) == kind)
-        count = sum(family(step.run.kind) == kind for step in to_fit)
+        count = sum(family(step.run.kind) == kind for step in steps)
         table.add_row(
             kind, str(count), *(f"{getattr(figures, name):.3g}" for name in NAMES),
             f"{figures.nvlink * sheet.nvlink / 1e9:.0f}", f"{figures.network * sheet.network / 1e9:.1f}",
@@ -222,12 +221,13 @@ def check(run: Run, cache: Cache) -> str:
     step = Step(run, *(cache.known[spec.key] for spec in run.specs))
     prices = Figures().prices(run.kind)
     whole = ingredients(run.spec)
-    exact = Step(run, whole, whole).predicted(prices)
+    every = Step(run, whole, whole, exact=True)
+    exact = every.predicted(prices)
     found = step.predicted(prices)
     return (
         f"{run.label}, {run.layout}: {exact.seconds:.4f} s with all {run.spec.model.layers} layers, {found.seconds:.4f} s "
         f"extrapolated from {run.layers} ({found.seconds / exact.seconds - 1:+.2%}); memory "
-        f"{Step(run, whole, whole).memory / 1e9:.2f} and {step.memory / 1e9:.2f} GB"
+        f"{every.memory / 1e9:.2f} and {step.memory / 1e9:.2f} GB"
     )
 
 
@@ -253,7 +253,9 @@ def main(
         cache.plan(spec for run in runs if not run.why_not for spec in run.specs)
     steps = steps_of(runs, cache)
     package = {step.run.number: step.predicted(by_package(step.run.kind)) for step in steps}
-    figures = fit([s for s in (steps if all_rows else halves(steps)[0]) if not hold or hold not in s.run.source]) if fits else {}
+    to_fit, rest = halves(steps)
+    to_fit = [s for s in (*to_fit, *(rest if all_rows else ())) if not hold or hold not in s.run.source]
+    figures = fit(to_fit) if fits else {}
     kinds = {step.run.kind for step in steps}
     prices = {kind: figures[family(kind)].prices(kind) for kind in kinds if family(kind) in figures}
     found = {s.run.number: s.predicted(prices[s.run.kind]) for s in steps if s.run.kind in prices}
@@ -265,12 +267,15 @@ def main(
     best: Mapping[int, Prediction] = package
     tested: Sequence[Step] = sure
     if fits:
-        to_fit, tested = halves([step for step in steps if step.run.number in found])
+        tested = [step for step in rest if step.run.number in found and not all_rows]
+        if hold:
+            tested = [step for step in sure if hold in step.run.source and step.run.number in found]
         best = found
-        console.print(figures_table(figures, steps))
+        console.print(figures_table(figures, to_fit))
         console.print(summary("fitted, the rows that were fitted: predicted over measured", to_fit, found))
         console.print(summary("fitted, the other rows: predicted over measured", tested, found))
         print("all rows:", *judged([*to_fit, *tested], found), sep="\n  ")
+    tested = tested or sure
     console.print(worst(tested, best))
     print("the rows that are judged:", *judged(tested, best), sep="\n  ")
     out.parent.mkdir(parents=True, exist_ok=True)

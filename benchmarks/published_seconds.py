@@ -304,11 +304,12 @@ class Prediction:
 
 @dataclass(eq=False)
 class Step:
-    """A row with the ingredients of its two programs."""
+    """A row with the ingredients of its two programs. `exact`: both are those of all its layers, ranks and sequences."""
 
     run: Run
     few: Mapping[str, Any]
     more: Mapping[str, Any]
+    exact: bool = False
     _played: list[Played] = field(default_factory=list)
 
     @property
@@ -319,7 +320,7 @@ class Step:
             assert rules is not None
             way = Way(self.run.compiled, overlapped=rules.overlapped)
             apart = self.run.microbatches > 1 and not self.run.spec.regather
-            times = self.run.spec.microbatch / self.run.planned.microbatch
+            times = 1.0 if self.exact else self.run.spec.microbatch / self.run.planned.microbatch
             for each in (self.few, self.more):
                 columns = [scaled(graph, times) for graph in each["phases"].values()]
                 phases = tuple(graph_of(c, way) for c in columns)
@@ -335,7 +336,8 @@ class Step:
     @property
     def parameters(self) -> float:
         """The parameters of one rank, split as at rest."""
-        whole = self.extrapolated(self.few["parameters"], self.more["parameters"]) * self.run.planned.ways
+        planned = self.run.spec if self.exact else self.run.planned
+        whole = self.extrapolated(self.few["parameters"], self.more["parameters"]) * planned.ways
         return whole / self.run.spec.ways
 
     @property
