@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import published_lanes
 import torch
 from numpy.typing import NDArray
 
@@ -56,6 +57,7 @@ class Prices:
     overhead              seconds per kernel
     additive              the time of an operator is the sum of the times of its operations and of its bytes; if not, it
                           is what the package computes from the profile alone
+    lanes      collectives of different axes run at the same time (published_lanes.py), not on the package's one lane
     """
 
     profile: DeviceProfile
@@ -64,6 +66,7 @@ class Prices:
     memory: float = 1.0
     overhead: float = 0.0
     additive: bool = False
+    lanes: bool = False
 
     def seconds(self, kernels: Kernels) -> Floats:
         """The seconds of each kernel."""
@@ -149,7 +152,7 @@ class Graph:
                 waiting, per_byte = prices.collective(item.message.kind, mesh, item.message.axes)
                 work[item] = Work(COMMUNICATION, waiting, per_byte, int(item.message.payload))
         order: Any = [(item,) for item in self.items]
-        _, end = play(order, work, prices.profile.together)
+        _, end = (published_lanes.play if prices.lanes else play)(order, work, prices.profile.together)
         return end, float(each.sum())
 
 
