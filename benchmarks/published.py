@@ -12,11 +12,12 @@ reason. Nothing is run on a device.
 published_rows.py reads the rows and has the sources' formulas for MFU, published_seconds.py computes the time of a step
 from its ingredients, and published_fit.py fits the physical figures of a kind of GPU to every second row of each
 source. The bars, on the other rows: the median of predicted over measured seconds within 10 % of 1, nine rows of ten
-within 25 %; Kendall's tau of at least 0.8 for each model with four layouts or more on a kind of GPU; memory within 10 %.
+within 25 %; Kendall's tau of at least 0.8 for each model with four layouts or more on a kind of GPU; memory within
+10 %.
 
 What the residuals say of the package's prices (2026-11-29):
 
-* A roofline at the data sheet's figures predicts 0.53 of the measured seconds (0.33 to 0.71). The sum of operations at a
+* A roofline of the data sheet predicts 0.53 of the measured seconds (0.33 to 0.71). The sum of operations at a
   share of the peak and of bytes at a share of the bandwidth predicts 0.99 (0.89 to 1.05) on rows that were not fitted.
 * Small models and short kernels need the sum, and about 1 to 2 us for each kernel.
 * While collectives run, kernels reach about half to three quarters of their speed: without that, small microbatches
@@ -27,8 +28,8 @@ What the residuals say of the package's prices (2026-11-29):
 * Reduced gradients are cast back to bfloat16 right behind their reduce_scatter, which the schedule waits for: 4 to 7 %
   of the steps of torchtitan's rows. Here the readers of reduced gradients run last.
 * Groups of gradients are copied into one buffer; presets have no price for it. Here it counts.
-* Tensor parallelism over two nodes (tp16) is predicted at 0.74: all its collectives are at the pace of the busiest level.
-* Float32 logits and their gradient, which the program does not hold, are a fifth of the memory of the sources' runs.
+* Tensor parallelism over two nodes (tp16) is predicted at 0.74: collectives run at the pace of the busiest level.
+* Float32 logits and their gradient, which the program does not hold, are 10 to 25 % of the memory that is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -107,19 +108,25 @@ def rows_table(steps: Sequence[Step], package: Mapping[int, Prediction], fits: M
     names = ["measured s", "package s", "ratio"] + ["fitted s", "ratio", "exposed s"] * bool(fits)
     table = _table(
         f"predicted steps; MFU by the formula of each source; torch {torch.__version__}",
-        "source", "model, layout", "GPU", "again", *names, "tokens/s/GPU", "predicted", "MFU %", "TFLOP/s", "GB", "predicted",
+        "source", "model, layout", "GPU", "again", *names, "tokens/s/GPU", "predicted", "MFU %", "TFLOP/s", "GB",
+        "predicted",
     )  # fmt: skip
     for step in steps:
         run = step.run
         best = fits.get(run.number) or package[run.number]
-        cells = [f"{run.measured:.3f}", f"{package[run.number].seconds:.3f}", _ratio(package[run.number].seconds / run.measured)]
+        cells = [
+            f"{run.measured:.3f}",
+            f"{package[run.number].seconds:.3f}",
+            _ratio(package[run.number].seconds / run.measured),
+        ]
         if fits:
             cells += [f"{best.seconds:.3f}", _ratio(best.seconds / run.measured), f"{best.exposed:.3f}"]
         rate = run.flops_per_token * run.tokens / best.seconds
         table.add_row(
             run.short, f"{run.model}, {run.layout}", run.kind, run.recompute[:18], *cells,
-            f"{run.tokens / run.measured:.0f}", f"{run.tokens / best.seconds:.0f}", f"{100 * rate / run.peak_flops:.1f}",
-            f"{rate / 1e12:.0f}", f"{run.memory / 1e9:.1f}" if run.memory else "", f"{step.memory / 1e9:.1f}" if run.memory else "",
+            f"{run.tokens / run.measured:.0f}", f"{run.tokens / best.seconds:.0f}",
+            f"{100 * rate / run.peak_flops:.1f}", f"{rate / 1e12:.0f}",
+            *((f"{run.memory / 1e9:.1f}", f"{step.memory / 1e9:.1f}") if run.memory else ("", "")),
         )  # fmt: skip
     return table
 
@@ -170,11 +177,22 @@ def _tau(steps: Sequence[Step], found: Mapping[int, Prediction]) -> str:
 
 def worst(steps: Sequence[Step], found: Mapping[int, Prediction]) -> Table:
     """The rows that are furthest off, with the shares of a predicted step."""
-    table = _table("the rows furthest off", "source", "model, layout", "GPU", "ratio", "measured s", "kernels s", "exposed s", "optimizer s")
+    table = _table(
+        "the rows furthest off",
+        "source",
+        "model, layout",
+        "GPU",
+        "ratio",
+        "measured s",
+        "kernels s",
+        "exposed s",
+        "optimizer s",
+    )
     for step in sorted(steps, key=lambda s: -abs(np.log(found[s.run.number].seconds / s.run.measured)))[:WORST]:
         each, run = found[step.run.number], step.run
         table.add_row(
-            run.short, f"{run.model}, {run.layout}", run.kind, _ratio(each.seconds / run.measured), f"{run.measured:.3f}",
+            run.short, f"{run.model}, {run.layout}", run.kind, _ratio(each.seconds / run.measured),
+            f"{run.measured:.3f}",
             f"{each.computing:.3f}", f"{each.exposed:.3f}", f"{each.optimizer:.3f}",
         )  # fmt: skip
     return table
@@ -221,7 +239,8 @@ def judged(steps: Sequence[Step], found: Mapping[int, Prediction]) -> list[str]:
     if len(memory):
         near = float(np.mean(np.abs(memory - 1) <= BARS["memory"]))
         said.append(
-            f"memory: median {np.median(memory):.2f}, {memory.min():.2f} to {memory.max():.2f}, {near:.0%} of {len(memory)} "
+            f"memory: median {np.median(memory):.2f}, {memory.min():.2f} to {memory.max():.2f}, "
+            f"{near:.0%} of {len(memory)} "
             f"rows within {BARS['memory']:.0%}"
         )
     return said
@@ -254,7 +273,8 @@ def check(run: Run, cache: Cache) -> str:
     exact = every.predicted(prices)
     found = step.predicted(prices)
     return (
-        f"{run.label}, {run.layout}: {exact.seconds:.4f} s with all {run.spec.model.layers} layers, {found.seconds:.4f} s "
+        f"{run.label}, {run.layout}: {exact.seconds:.4f} s with all {run.spec.model.layers} layers, "
+        f"{found.seconds:.4f} s "
         f"extrapolated from {run.layers} ({found.seconds / exact.seconds - 1:+.2%}); memory "
         f"{every.memory / 1e9:.2f} and {step.memory / 1e9:.2f} GB"
     )
@@ -265,7 +285,9 @@ def main(
     fits: Annotated[bool, typer.Option("--fit", help="fit the figures of each kind of GPU")] = False,
     hold: Annotated[str, typer.Option(help="fit no row of the sources whose name contains this")] = "",
     all_rows: Annotated[bool, typer.Option("--all", help="fit all rows, for figures to keep")] = False,
-    lanes: Annotated[bool, typer.Option("--lanes", help="with --fit: a communication lane for each set of axes")] = False,
+    lanes: Annotated[
+        bool, typer.Option("--lanes", help="with --fit: a communication lane for each set of axes")
+    ] = False,
     planning: Annotated[bool, typer.Option("--plan/--no-plan", help="plan what the cache lacks")] = True,
     whole: Annotated[int, typer.Option("--check", help="plan this row of the file with all its layers")] = -1,
     cached: Annotated[Path, typer.Option("--cache", help="the ingredients of steps")] = Path("out/published.jsonl"),
@@ -313,7 +335,8 @@ def main(
         "torch": torch.__version__,
         "figures": {kind: asdict(each) for kind, each in figures.items()},
         "rows": [
-            {"row": s.run.number, "label": s.run.label, "layout": s.run.layout, "gpu": s.run.kind, "assumed": s.run.assumed,
+            {"row": s.run.number, "label": s.run.label, "layout": s.run.layout, "gpu": s.run.kind,
+             "assumed": s.run.assumed,
              "measured": s.run.measured, "package": asdict(package[s.run.number]),
              "fitted": asdict(found[s.run.number]) if s.run.number in found else None,
              "memory": s.memory, "measured memory": s.run.memory}

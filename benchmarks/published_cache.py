@@ -45,11 +45,17 @@ class Cache:
                 found = ingredients(spec)
             except Exception as error:  # the row is reported with it
                 self.failed[spec.key] = f"{type(error).__name__}: {str(error)[:300]}"
-                print(f"{place + 1} of {len(missing)}: {spec.key}: {self.failed[spec.key]}", file=sys.stderr, flush=True)
+                print(
+                    f"{place + 1} of {len(missing)}: {spec.key}: {self.failed[spec.key]}", file=sys.stderr, flush=True
+                )
                 continue
             entry = {"key": spec.key, **found}
             self.known[spec.key] = entry
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-            print(f"{place + 1} of {len(missing)}: {spec.key}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{place + 1} of {len(missing)}: {spec.key}: {time.perf_counter() - start:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -2,8 +2,9 @@
 
 A kind of GPU has at most nine fitted figures: the shares of its peak that matrix products and attention reach, the
 share of its memory's bandwidth, the seconds of a kernel that do not depend on its work, the share of its speed that is
-left to kernels while a collective runs, bytes/s and seconds per message of NVLink and of the network between nodes. There is no figure for a row, a model or a source. Peaks and bandwidths of
-the memory are those of data sheets. A figure that the rows of a kind say nothing about keeps its start.
+left to kernels while a collective runs, bytes/s and seconds per message of NVLink and of the network between nodes.
+There is no figure for a row, a model or a source. Peaks and bandwidths of the memory are those of data sheets. A figure
+that the rows of a kind say nothing about keeps its start.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
-
 from published_seconds import Floats, Prices, Step
+from scipy.optimize import least_squares
 
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 
@@ -124,7 +124,7 @@ def family(kind: str) -> str:
 def fitted(steps: Sequence[Step], start: Figures, free: Iterable[str], lanes: bool = False) -> Figures:
     """The figures that bring predicted over measured seconds of `steps` closest to 1: least squares of the logarithms,
     in which rows far off count less (soft L1 beyond 10 %)."""
-    names = [name for name in free]
+    names = list(free)
     low, high = (np.log([getattr(each, name) for name in names]) for each in (LOWEST, HIGHEST))
 
     def figures(x: Floats) -> Figures:
@@ -137,7 +137,9 @@ def fitted(steps: Sequence[Step], start: Figures, free: Iterable[str], lanes: bo
         return np.array([*own, *drift])
 
     first = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-9, high - 1e-9)
-    found = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-2, max_nfev=12)
+    found = least_squares(
+        residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-2, max_nfev=12
+    )
     return figures(found.x)
 
 

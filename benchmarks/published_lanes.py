@@ -36,7 +36,7 @@ class _Lanes:
 
     def pass_until_one_ends(self, most: float = float("inf")) -> float:
         """Let all lanes run until the first collective ends, or `most` seconds; return the seconds passed."""
-        passed = min(most, min(lane[0][1] for lane in self.under_way.values()))
+        passed = min(most, *(lane[0][1] for lane in self.under_way.values()))
         for axes, lane in [*self.under_way.items()]:
             lane[0][1] -= passed
             if lane[0][1] <= 0.0:

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
-
 from published_models import Architecture, LanguageModel
+from torch import fx
 
 from partway.annotations.constrain import constrained_modules
 from partway.compiler.driver import device_profile
@@ -34,10 +33,18 @@ from partway.fusion.policy import Policy
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
+from partway.propagation.cost.cost import LOOKUPS
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.graph import differentiated
-from partway.propagation.cost.cost import LOOKUPS
-from partway.propagation.graph.nodes import argument, bytes_of, computed_again, is_pointwise, is_view, module_path, operator_name
+from partway.propagation.graph.nodes import (
+    argument,
+    bytes_of,
+    computed_again,
+    is_pointwise,
+    is_view,
+    module_path,
+    operator_name,
+)
 from partway.propagation.graph.port import Role
 from partway.propagation.memory.backward_memory import timeline
 from partway.propagation.memory.fates import KEPT
@@ -136,7 +143,7 @@ def request_of(spec: Spec) -> Request:
     tp = "tp" if spec.tp > 1 else None
     batch = _axes([name for name in ("dp", "fsdp") if getattr(spec, name) > 1])
     rest, ways = _axes(spec.splitting), spec.ways
-    both = _axes([*((tp,) if tp else ()), *spec.splitting])
+    _axes([*((tp,) if tp else ()), *spec.splitting])
     between = (batch, tp if spec.sequence_parallel else None, None)
     whole, split = (batch, None, None), (batch, None, tp)
     columns, rows = ((tp, rest), (rest, tp)) if tp else ((rest, None), (rest, None))
@@ -398,8 +405,8 @@ def _still(node: fx.Node, meter: Meter) -> int:
 
 
 def _most_held(draft: Draft, program: Program) -> dict[str, float]:
-    """The most bytes that a rank holds beside parameters and optimizer states in the forward, in the backward before the
-    last block ("head"), in that of the last and of the first block, and after it ("end")."""
+    """The most bytes that a rank holds beside parameters and states of the optimizer in the forward, in the backward before
+    the last block ("head"), in that of the last and of the first block, and after it ("end")."""
     held = held_in_step(draft.plan, program)
     rest = sum(held.by_purpose[purpose] for purpose in (Purpose.PARAMETERS, Purpose.OPTIMIZER))
     blocks = {v.name: _block(module_path(v.node)) for v in draft.problem.vertices if v.port is None}

@@ -1,8 +1,8 @@
 """The published runs as rows: what each says, as which recipe it is planned, and why some cannot be expressed.
 
 `published_runs.csv` quotes its sources; its columns `derived` and `notes` say what was computed from what was printed.
-A row states a throughput in one or more of tokens/s, TFLOP/s, MFU and seconds per step. One of them is compared, in that
-order of preference: seconds, tokens/s, then TFLOP/s and MFU, by the formula of the row's source (`Source.flops`).
+A row states a throughput in one or more of tokens/s, TFLOP/s, MFU and seconds per step. One of them is compared:
+tokens/s, else seconds, else TFLOP/s or MFU by the formula of the row's source (`Source.flops`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -178,7 +178,12 @@ class Run:
     def why_not(self) -> str:
         """Why it cannot be expressed; "" if it can."""
         v = self.values
-        if v["ep"] not in ("", "1") or "MoE" in self.model or "Nemotron" in self.model or "GPT-OSS" in self.model.upper():
+        if (
+            v["ep"] not in ("", "1")
+            or "MoE" in self.model
+            or "Nemotron" in self.model
+            or "GPT-OSS" in self.model.upper()
+        ):
             return "experts (ep > 1, or a mixture of experts)"
         if re.search("fp8|nvfp4", self.dtype.lower()):
             return "computes in 8 bits or fewer"
@@ -192,9 +197,8 @@ class Run:
             return "the shapes of the model are not printed"
         if not all(re.fullmatch("[0-9]*", v[name]) for name in ("dp", "fsdp")):
             return "the size of a group is not printed"
-        if not self.recompute or self.recompute == "selective":
-            if self.rules.flops is not megatron:
-                return "what is computed again is not printed"
+        if (not self.recompute or self.recompute == "selective") and self.rules.flops is not megatron:
+            return "what is computed again is not printed"
         if "async TP" in self.notes and self.source.startswith("torchtitan"):
             return "asynchronous tensor parallelism (products in pieces beside their collectives)"
         if not self.measured:
@@ -225,7 +229,14 @@ class Run:
         llama = self.rules.family == "llama"
         tied = not llama or "tied embedding" in self.notes
         return Architecture(
-            self.rules.family, int(v["layers"]), hidden, heads, int(v["kv"] or heads), int(v["ffn"]), int(v["vocab"]), tied,
+            self.rules.family,
+            int(v["layers"]),
+            hidden,
+            heads,
+            int(v["kv"] or heads),
+            int(v["ffn"]),
+            int(v["vocab"]),
+            tied,
             self.rules.flash,
         )
 

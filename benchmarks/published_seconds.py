@@ -17,19 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import published_lanes
 import torch
 from numpy.typing import NDArray
-
 from published_plans import MICROBATCH
 from published_rows import Run
 
 from partway.propagation.cost.cost import collective_cost, operator_seconds
-from partway.propagation.cost.profile import DeviceProfile, PeakRates
+from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.program.schedule import COMMUNICATION, COMPUTE, Work, play
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind
@@ -307,7 +305,7 @@ class Prediction:
 
 @dataclass(eq=False)
 class Step:
-    """A row with the ingredients of its two programs. `exact`: both are those of all its layers, ranks and sequences."""
+    """A row with the ingredients of its two programs. `exact`: both are those of all layers, ranks and sequences."""
 
     run: Run
     few: Mapping[str, Any]

@@ -39,7 +39,9 @@ def test_batches_of_rows_agree():
 
 
 def test_planned_sizes_grow_with_the_microbatch_where_a_prime_divides_them():
-    sizes = {n for run in EXPRESSED for a in [run.architecture] for n in (a.hidden, a.ffn, a.vocab, a.heads, int(run.seq))}
+    sizes = {
+        n for run in EXPRESSED for a in [run.architecture] for n in (a.hidden, a.ffn, a.vocab, a.heads, int(run.seq))
+    }
     assert all(size % MICROBATCH for size in sizes)
 
 
@@ -56,7 +58,10 @@ def _columns():
 
 def test_work_of_the_batch_is_scaled_and_work_of_weights_is_not():
     found = scaled(_columns(), 2.0)
-    assert found["flops"][1] == 44 and found["moved"][1] == 55 and found["moved"][3] == 8 and found["payload"][2] == 7
+    assert found["flops"][1] == 44
+    assert found["moved"][1] == 55
+    assert found["moved"][3] == 8
+    assert found["payload"][2] == 7
 
 
 def test_readers_of_reduced_gradients_do_not_wait():
@@ -88,4 +93,5 @@ def test_collectives_of_different_axes_run_at_the_same_time():
 
 
 def test_kendalls_tau_counts_pairs_in_the_same_order():
-    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1 and kendall([(1, 3), (2, 2), (3, 1)]) == -1
+    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1
+    assert kendall([(1, 3), (2, 2), (3, 1)]) == -1
