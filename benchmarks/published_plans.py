@@ -405,8 +405,8 @@ def _still(node: fx.Node, meter: Meter) -> int:
 
 
 def _most_held(draft: Draft, program: Program) -> dict[str, float]:
-    """The most bytes that a rank holds beside parameters and states of the optimizer in the forward, in the backward before
-    the last block ("head"), in that of the last and of the first block, and after it ("end")."""
+    """The most bytes that a rank holds beside parameters and states of the optimizer: in the forward, in the backward
+    before the last block ("head"), in that of the last and of the first block, and after it ("end")."""
     held = held_in_step(draft.plan, program)
     rest = sum(held.by_purpose[purpose] for purpose in (Purpose.PARAMETERS, Purpose.OPTIMIZER))
     blocks = {v.name: _block(module_path(v.node)) for v in draft.problem.vertices if v.port is None}
