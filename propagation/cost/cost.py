@@ -113,20 +113,30 @@ def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) 
             f"{joined} (levels[{len(profile.levels) - 1}], {profile.levels[-1].name}); use a mesh of at most {joined}, "
             "or a profile with one more level"
         )
-    waiting, per_byte, share = (dict.fromkeys(COLLECTIVES, start) for start in (0.0, 0.0, 1.0))
-    launch = 0.0
     sizes = ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
-    for level, size in zip(profile.levels, sizes, strict=True):
-        if size > 1:
-            launch = level.launch  # of the outermost level: the phases are a single call
-            messages = {kind: row.steps(size) for kind, row in COLLECTIVES.items()}
-            sent = {kind: row.wire(1, size) for kind, row in COLLECTIVES.items()}
-            bandwidths = {kind: _bandwidth(level, kind, size) for kind in COLLECTIVES}
-            for kind, row in COLLECTIVES.items():
-                waiting[kind] += messages[kind] * level.latency.of(kind)
-                per_byte[kind] = max(per_byte[kind], share[kind] * sent[kind] / bandwidths[kind])
-                share[kind] /= size if row.narrows else 1
-    return {kind: (launch + waiting[kind], per_byte[kind]) for kind in COLLECTIVES}
+    return costs_over(profile.levels, sizes)
+
+
+def costs_over(levels: Sequence[NetworkLevel], sizes: Sequence[int]) -> Mapping[Kind, tuple[float, float]]:
+    """As `collective_costs`, for a group with so many ranks on each of `levels`, inside out."""
+    joined = [(level, size) for level, size in zip(levels, sizes, strict=True) if size > 1]
+    launch = joined[-1][0].launch if joined else 0.0  # of the outermost level: the phases are a single call
+    costs = {}
+    for kind, row in COLLECTIVES.items():
+        waiting = sum(row.steps(size) * level.latency.of(kind) for level, size in joined)
+        sent = sent_by_level(kind, [size for _, size in joined])
+        per_byte = (part / _bandwidth(level, kind, size) for part, (level, size) in zip(sent, joined, strict=True))
+        costs[kind] = launch + waiting, max(per_byte, default=0.0)
+    return costs
+
+
+def sent_by_level(kind: Kind, sizes: Sequence[int]) -> tuple[float, ...]:
+    """The bytes that each device sends on each level for a byte of payload, in a group with so many ranks on each."""
+    row, share, sent = COLLECTIVES[kind], 1.0, []
+    for size in sizes:
+        sent.append(share * row.wire(1, size) if size > 1 else 0.0)
+        share /= size if row.narrows else 1
+    return tuple(sent)
 
 
 @lru_cache(maxsize=4096)
