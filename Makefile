@@ -72,8 +72,9 @@ test-kits: $(STAMP)
 	$(call pytest,-m "not slow and not gpu" tests/kits)
 
 # Several hosts with links of given rates; `make conformance` runs these tests, too. One worker: they measure.
+hosts: WORKERS := 1
 hosts: $(STAMP)
-	$(PYTEST) -m hosts tests/ecosystem $(ARGS)
+	$(call pytest,-m hosts tests/ecosystem)
 
 # A fault of each class, one after another, and the test of `make test` that fails with it: about 10 minutes.
 canaries: $(STAMP)

@@ -7,8 +7,8 @@ least-squares fit of relative errors gives the launch, the latency of a step of 
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 
-If there are several hosts, with several processes each, the profile has two levels. The first is fitted to groups inside
-a host. The second is fitted to groups with one rank on each host, all of which send at once, and to all ranks: so its
+With several processes on each of several hosts, the profile has two levels. The first is fitted to groups inside a
+host. The second is fitted to groups with one rank on each host, all of which send at once, and to all ranks. So its
 bandwidth is the share of a host's link that each device has.
 
 Large collectives run once more while all compute, which shows how far the two slow each other down; small ones several
@@ -190,8 +190,8 @@ def calibrate(
 
     With one process collectives cannot be measured: their figures are those of the preset, and their source says so.
     `quick`: fewer and smaller cases. Raises RuntimeStateError for a `device` other than cpu and cuda, fewer than one
-    process, more processes than there are GPUs, another number of them than the launcher started, and hosts with unequal
-    numbers of ranks.
+    process, more processes than there are GPUs, another number of them than the launcher started, and hosts with
+    unequal numbers of ranks.
     """
     effort = QUICK if quick else FULL
     if launched():
@@ -248,8 +248,8 @@ def ranks_on_hosts(names: Sequence[str]) -> tuple[int, int]:
     if len(counts) > 1 or len({name for name, _ in runs}) < len(runs):
         found = ", ".join(f"{counted(count, 'rank')} on {name}" for name, count in runs)
         raise RuntimeStateError(
-            f"in the order of the ranks there are {found}; a profile describes hosts with as many ranks on each, numbered "
-            "host after host: start as many on each, in this order"
+            f"in the order of the ranks there are {found}; a profile describes hosts with as many ranks on each, "
+            "numbered host after host: start as many on each, in this order"
         )
     return len(runs), runs[0][1]
 
@@ -305,7 +305,7 @@ def _silent() -> Iterator[None]:
 
 
 def _measured(device: str, effort: Effort) -> list[dict[str, Any]]:
-    """The figures of each rank of the process group, all of which call it: they compute side by side, then communicate."""
+    """The figures of each rank of the process group; each calls it. They compute side by side, and then communicate."""
     hosts, each = ranks_on_hosts(gathered("say on which hosts they are", host_name()))
     dist.barrier()
     speed = _device_speed(device, effort)
@@ -397,7 +397,7 @@ def _levels(samples: Sequence[Sample], hosts: int, each: int, device: str, how: 
 
 
 def _among(sizes: Sequence[int]) -> str:
-    """The ranks of a group, for a report: "2" on one level; on two "2 on a host", "2 hosts" or "2 on each of 4 hosts"."""
+    """The ranks of a group: "2" on one level; on two levels "2 on a host", "2 hosts" or "2 on each of 4 hosts"."""
     if len(sizes) == 1:
         return str(sizes[0])
     inside, hosts = sizes

@@ -89,7 +89,9 @@ class Fit:
 
     def level(self, name: str, source: str, devices: int | None) -> NetworkLevel:
         """The level of a profile with these figures."""
-        bandwidth = {kind.value: {str(n): rate for (k, n), rate in self.bandwidth.items() if k is kind} for kind in KINDS}
+        bandwidth = {
+            kind.value: {str(n): rate for (k, n), rate in self.bandwidth.items() if k is kind} for kind in KINDS
+        }
         latency = {kind.value: seconds for kind, seconds in self.latency.items()}
         return NetworkLevel(
             name=name, source=source, devices=devices, launch=self.launch,
@@ -127,15 +129,21 @@ def groups_on(hosts: int, each: int) -> Iterator[tuple[tuple[int, ...], tuple[Fa
         return
     for size in group_sizes(each):
         inside = groups_of(size, each)
-        yield (size, 1), tuple(
-            tuple(tuple(host * each + rank for rank in ranks) for host in range(hosts) for ranks in family)
-            for family in inside
+        yield (
+            (size, 1),
+            tuple(
+                tuple(tuple(host * each + rank for rank in ranks) for host in range(hosts) for ranks in family)
+                for family in inside
+            ),
         )
     for size in group_sizes(hosts):
         between = groups_of(size, hosts)
-        yield (1, size), tuple(
-            tuple(tuple(host * each + rank for host in some) for some in family for rank in range(each))
-            for family in between
+        yield (
+            (1, size),
+            tuple(
+                tuple(tuple(host * each + rank for host in some) for some in family for rank in range(each))
+                for family in between
+            ),
         )
     yield (each, hosts), ((tuple(range(hosts * each)),),)
 

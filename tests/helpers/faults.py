@@ -259,9 +259,7 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def by_the_scheduler(
-    folder: Path, again: int, port: int | None = None, workers: int = 2, **variables: str
-) -> Job:
+def by_the_scheduler(folder: Path, again: int, port: int | None = None, workers: int = 2, **variables: str) -> Job:
     """A scheduler and its workers; with `again`, MS_ENABLE_RECOVERY=1."""
     port = port or free_port()
     common = {

@@ -99,8 +99,8 @@ def unavailable() -> str:
 
 @contextmanager
 def several_hosts(count: int, rate: str = "", debian: bool = False) -> Iterator[tuple[Host, ...]]:
-    """Up to four hosts, "one", "two", ..., which reach only each other, by addresses 10.x.y.1, 10.x.y.2, ... and by their
-    names. At the end they and the processes started in them are removed.
+    """Up to four hosts, "one", "two", ..., which reach only each other, by addresses 10.x.y.1, 10.x.y.2, ... and by
+    their names. At the end they and the processes started in them are removed.
 
     rate   what each cable carries in each direction (`Host.limit`); "": as much as it can
     debian a host's own name stands for 127.0.1.1, as Debian's installer configures it: gloo binds to the loopback
