@@ -100,7 +100,7 @@ def test_the_measured_bandwidth_is_that_of_the_link_and_plans_send_less_over_a_s
             assert f"{number * each} processes on {number} hosts" in profile.levels[-1].source
             found = sent_by_a_host(profile.levels[-1], each)
             sys.stdout.write(f"\n{number} x {each}, {rate}: {found / bytes_per_second:.2f} of the link's rate")
-            assert found < 2 * bytes_per_second  # small payloads pass at once: the bucket holds 256 KB
+            assert found < 1.5 * bytes_per_second  # small payloads pass at once: the bucket holds 256 KB
             measured.append(found)
             sent.append(sent_by_the_plan(profile, number * each, tmp_path))
             sys.stdout.write(f"; {found / 1e6:.0f} MB/s, plan sends {sent[-1]:.0f}\n")

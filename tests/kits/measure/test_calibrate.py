@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from scripts import free_port, run_script
 from typer.testing import CliRunner
 
 import partway as pw
@@ -239,6 +244,50 @@ def test_the_residuals_are_those_of_the_costs_of_plans(tiny: None) -> None:
     for s, off in zip(found.samples, found.residuals, strict=True):
         seconds = collective_seconds(s.kind, s.payload, mesh, ("x",), found.profile)
         assert seconds == pytest.approx(s.seconds * (1 + off))
+
+
+UNDER_A_LAUNCHER = """
+import sys
+from partway.commands.cli import app
+from partway.measure import calibrate
+
+calibrate.QUICK = calibrate.Effort((1 << 10, 1 << 18), 2, copied=1 << 16, product=1e-5, probes=lambda times: ())
+app(["calibrate", "--quick", "--out", "here.json"])
+"""
+
+
+@pytest.mark.gloo
+def test_under_a_launcher_its_processes_measure_and_the_first_one_writes_a_level_for_each_kind_of_link(
+    tmp_path: Path,
+) -> None:
+    """Two agents of torchrun stand for two hosts, though they are on one."""
+    (tmp_path / "measure.py").write_text(UNDER_A_LAUNCHER, encoding="utf-8")
+    shared = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [{**shared, "RANK": str(r), "LOCAL_RANK": str(r % 2), "GROUP_RANK": str(r // 2)} for r in range(4)]
+    with ThreadPoolExecutor() as pool:
+        first, *others = pool.map(lambda own: run_script(["measure.py"], tmp_path, own), ranks)
+    assert [ended.returncode for ended in (first, *others)] == [0] * 4, (first, others)
+    assert "wrote here.json" in first.stdout
+    assert [ended.stdout for ended in others] == [""] * 3
+    inside, between = profile_of(tmp_path / "here.json").levels
+    assert (inside.name, inside.devices) == ("gloo inside a host", 2)
+    assert (between.name, between.devices) == ("gloo between hosts", None)
+    assert "groups of 2 of a host, measured by partway calibrate with 4 processes on 2 hosts on a CPU" in inside.source
+    assert between.source.startswith("groups on 2 hosts, with one rank on each, and all ranks, measured by")
+    for among in ("2 on a host", "2 hosts", "2 on each of 2 hosts"):
+        assert re.search(rf"all_reduce +{among} +256 KB", first.stdout), first.stdout
+    assert "gloo between hosts: launch" in first.stdout
+
+
+@pytest.mark.gloo
+def test_a_launcher_says_how_many_processes_there_are() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeStateError) as error:
+            calibrate(3)
+    finally:
+        dist.destroy_process_group()
+    assert str(error.value) == "processes is 3, and the launcher started 1 process; leave it out"
 
 
 def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Path) -> None:
