@@ -181,19 +181,25 @@ class Calibration:
 
 
 def calibrate(
-    processes: int | None = None, device: str = "cpu", quick: bool = False, name: str = "calibrated"
+    processes: int | None = None,
+    device: str = "cpu",
+    quick: bool = False,
+    name: str = "calibrated",
+    preset: str | None = None,
 ) -> Calibration:
     """Measure this machine with `processes` processes, a device each (default 2), and fit a profile to it.
 
     Under a launcher its processes measure together, and each returns the result. If they are on several hosts, the
     profile has a level for those of one host, if these are several, and one that joins the hosts.
 
-    With one process collectives cannot be measured: their figures are those of the preset, and their source says so.
+    With one process collectives cannot be measured: their figures are those of `preset` (default: that of the device),
+    and their source says so. With more, a `preset` completes what is measured with its levels that join more devices.
     `quick`: fewer and smaller cases. Raises RuntimeStateError for a `device` other than cpu and cuda, fewer than one
     process, more processes than there are GPUs, another number of them than the launcher started, and hosts with
     unequal numbers of ranks.
     """
     effort = QUICK if quick else FULL
+    beyond = None if preset is None else profile_of(preset)
     if launched():
         join(device)
         if processes not in (None, dist.get_world_size()):
@@ -214,6 +220,9 @@ def calibrate(
     operators = tuple(OperatorSample(**sample) for rank in ranks for sample in rank["operators"])
     hosts, each = ranks_on_hosts([rank["host"] for rank in ranks])
     how = _how(hosts, each, device, ranks[0]["threads"])
+    levels = _levels(samples, hosts, each, device, how) if samples else ()
+    if beyond is not None or not levels:
+        levels = completed(levels, hosts * each, beyond or profile_of(device))
     profile = DeviceProfile(
         name=name,
         peak=PeakRates(**speed.peak),
@@ -225,7 +234,7 @@ def calibrate(
             memory=f"what the system reports; bandwidth of a copy and an addition of {effort.copied // MB} MB, {how}",
             overhead=f"an addition of two numbers, {how}; operators: in steps of small networks, in the same processes",
         ),
-        levels=_levels(samples, hosts, each, device, how) if samples else _unmeasured(device),
+        levels=levels,
         together=together(beside, rows),
         operators=fit_operators(operators),
     )
@@ -406,13 +415,20 @@ def _among(sizes: Sequence[int]) -> str:
     return f"{hosts} hosts" if inside == 1 else f"{inside} on each of {hosts} hosts"
 
 
-def _unmeasured(device: str) -> tuple[NetworkLevel, ...]:
-    """The levels of the preset, with a source that says so."""
-    source = "not measured, which takes two processes or more; from the preset {}: {}"
-    preset = profile_of(device)
-    return tuple(
-        level.model_copy(update={"source": source.format(preset.name, level.source)}) for level in preset.levels
-    )
+def completed(measured: Sequence[NetworkLevel], ranks: int, preset: DeviceProfile) -> tuple[NetworkLevel, ...]:
+    """The levels that were measured with so many ranks, and those of a preset that join more. Their source says so."""
+    here = (measured[-1].devices or ranks) if measured else 1
+    beyond = [
+        level
+        for level in preset.levels
+        if level.devices is None or (level.devices > here and level.devices % here == 0)
+    ]
+    more = f"more than {here} devices" if measured else "two processes or more"
+    source = f"not measured, which takes {more}; from the preset {preset.name}: "
+    added = [level.model_copy(update={"source": source + level.source}) for level in beyond]
+    if measured and added:
+        measured = [*measured[:-1], measured[-1].model_copy(update={"devices": here})]
+    return (*measured, *added)
 
 
 def _how(hosts: int, each: int, device: str, threads: int) -> str:

@@ -373,6 +373,10 @@ def calibrate(
         str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU for each process)", autocompletion=_offers(DEVICES))
     ] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="fewer and smaller cases: less than a minute")] = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="take what joins more devices from this profile", autocompletion=_offers(PROFILES)),
+    ] = None,
 ) -> None:
     """Measure this machine and write a device profile: compute, memory, and collectives between processes.
 
@@ -386,7 +390,7 @@ def calibrate(
         first = join(device)
         if first:
             check_paths({"the device profile": out})
-        calibration = measure(processes, device, quick, out.stem)
+        calibration = measure(processes, device, quick, out.stem, preset)
         if first:
             calibration.profile.save(out)
         shutdown()

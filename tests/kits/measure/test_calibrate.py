@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import partway as pw
 from partway.commands.cli import app
 from partway.measure import calibrate as module
-from partway.measure.calibrate import calibrate, ranks_on_hosts
+from partway.measure.calibrate import calibrate, completed, ranks_on_hosts
 from partway.measure.collectives import (
     CALLS,
     KINDS,
@@ -214,6 +214,32 @@ def test_hosts_with_unequal_or_mixed_ranks_are_refused(names: list[str], found: 
     )
 
 
+# -- A preset for the rest ---------------------------------------------------------------------------------------------
+
+
+def test_a_preset_adds_its_levels_that_join_more_devices_than_were_measured() -> None:
+    nvlink, infiniband = profile_of("h100").levels
+    node = INSIDE.level("nccl", "a test", 8)
+    found = completed([node], 8, profile_of("h100"))
+    assert found[0] == node
+    assert found[1].model_dump(exclude={"source"}) == infiniband.model_dump(exclude={"source"})
+    assert (
+        found[1].source == f"not measured, which takes more than 8 devices; from the preset h100: {infiniband.source}"
+    )
+    four = completed([INSIDE.level("nccl", "a test", 4)], 4, profile_of("h100"))
+    assert [level.devices for level in four] == [4, 8, None]
+    assert [level.devices for level in completed([INSIDE.level("nccl", "a test", 3)], 3, profile_of("h100"))] == [
+        3,
+        None,
+    ]
+    assert [level.name for level in completed([], 1, profile_of("h100"))] == [nvlink.name, infiniband.name]
+
+
+def test_a_measured_level_of_any_number_of_devices_joins_those_that_were_measured() -> None:
+    found = completed([INSIDE.level("gloo", "a test", None)], 2, profile_of("h100"))
+    assert [(level.name, level.devices) for level in found] == [("gloo", 2), ("nvlink", 8), ("infiniband", None)]
+
+
 # -- The profile -----------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +314,14 @@ def test_a_launcher_says_how_many_processes_there_are() -> None:
     finally:
         dist.destroy_process_group()
     assert str(error.value) == "processes is 3, and the launcher started 1 process; leave it out"
+
+
+def test_one_process_completes_the_preset_that_is_named(tiny: None, tmp_path: Path) -> None:
+    code, output = command("--quick", "--processes", "1", "--preset", "h100", "--out", str(tmp_path / "one.json"))
+    assert code == 0, output
+    found, preset = profile_of(tmp_path / "one.json"), profile_of("h100")
+    assert [level.bandwidth for level in found.levels] == [level.bandwidth for level in preset.levels]
+    assert found.peak != preset.peak
 
 
 def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from partway.propagation.cost.cost import (
     Level,
     collective_cost,
     collective_seconds,
+    costs_over,
     operator_seconds,
     ranks_by_level,
+    sent_by_level,
     steps,
     wire_bytes,
 )
@@ -129,6 +131,15 @@ def test_a_group_of_whole_nodes_crosses_with_its_share_of_the_bytes(kind, passes
     waiting = 1e-5 + passes * (7 * 2e-6 + 31 * 1e-6)  # one launch, and the steps of both levels
     across = passes * share * 31 / 32 / 1e9
     assert cost(kind, (32, 8), NODES) == pytest.approx((waiting, across))
+
+
+def test_each_level_carries_the_share_of_the_bytes_that_the_levels_inside_leave():
+    assert sent_by_level(Kind.ALL_REDUCE, (2, 4)) == (1, 0.75)
+    assert sent_by_level(Kind.ALL_GATHER, (2, 4)) == (0.5, 0.375)
+    assert sent_by_level(Kind.ALL_TO_ALL, (2, 4)) == (0.5, 0.75)
+    assert sent_by_level(Kind.ALL_GATHER, (1, 4)) == (0, 0.75)
+    two = Mesh({"x": 16}), ("x",), NODES
+    assert costs_over(NODES.levels, (8, 2))[Kind.ALL_GATHER] == collective_cost(Kind.ALL_GATHER, *two)
 
 
 def test_the_busiest_level_sets_the_pace():
