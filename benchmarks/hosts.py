@@ -1,12 +1,12 @@
 """Steps on several hosts whose links have a rate: predicted and measured, the order of plans, and other systems.
 
     python benchmarks/hosts.py [--hosts 2 --hosts 4] [--each 1 --each 2] [--rate 500mbit --rate 1gbit --rate 10gbit]
-                               [--rounds 9] [--json FILE]
+                               [--rounds 9] [--profile FILE] [--json FILE]
 
 The hosts are network namespaces of this machine (tests/helpers/namespaces.py; root on Linux), each with one process or
 several on gloo with one thread, started by torchrun. In each case the processes
 
-* calibrate together (`partway calibrate --quick`);
+* calibrate together (`partway calibrate --quick`), unless there is a profile;
 * run GPT-2 of 2 layers by the plan that the search chooses for its batch alone, and by 12 others that a person may ask
   for, as in plan_order.py: predicted over measured time, and the order of the plans. With several processes on a host
   two of the plans split the batch over the hosts and the weights inside them, or both axes by the batch;
@@ -51,6 +51,7 @@ import partway as pw
 from partway.measure.calibrate import calibrate
 from partway.measure.contenders import Contender, disagreements, part, quartiles, timed_step, turns
 from partway.measure.workloads import Workload, tiny
+from partway.propagation.cost.profile import profile_of
 from partway.runtime import launched
 
 MODEL = "gpt2"
@@ -65,14 +66,14 @@ def run(hosts: int, each: int, rounds: int, folder: Path) -> None:
     ranks, rank = pw.init(backend="gloo"), pw.get_rank()
     torch.set_num_threads(1)
     profile = folder / "profile.json"
-    calibration = calibrate(quick=True)
-    if rank == 0:
-        calibration.profile.save(profile)
+    if not profile.exists():
+        calibrated = calibrate(quick=True).profile
+        if rank == 0:
+            calibrated.save(profile)
     dist.barrier()
     pw.set_auto_parallel_context(device_profile=str(profile))
     work = WORKLOADS[MODEL]()
     found: dict[str, Any] = {"plans": measured(work, ranks, plans(work, hosts, each), rounds), "steps": {}}
-    found["calibration_off"] = statistics.median(map(abs, calibration.residuals))
     for how in ("data", "tensor"):
         found["steps"][how] = steps(work, layout(how, ranks), hosts, each, rounds)
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -129,9 +130,11 @@ def steps(work: Workload, how: Layout, hosts: int, each: int, rounds: int) -> di
 # -- All cases ---------------------------------------------------------------------------------------------------------
 
 
-def measured_case(hosts: int, each: int, rate: str, rounds: int) -> list[dict[str, Any]]:
+def measured_case(hosts: int, each: int, rate: str, rounds: int, profile: Path | None) -> list[dict[str, Any]]:
     """What the ranks of a case measured, on hosts that are made for it."""
     with tempfile.TemporaryDirectory() as folder, namespaces.several_hosts(hosts, rate) as made:
+        if profile is not None:
+            profile_of(profile).save(Path(folder, "profile.json"))
         started = [
             host.start([
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts), "--node-rank", str(number),
@@ -153,6 +156,7 @@ def main(
     each: Annotated[list[int], typer.Option(help="processes on each host")] = [1, 2],  # noqa: B006
     rate: Annotated[list[str], typer.Option(help="of a host's link")] = ["500mbit", "1gbit", "10gbit"],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="steps of each plan and contender; the median counts")] = 9,
+    profile: Annotated[Path | None, typer.Option(help="a device profile in place of a calibration")] = None,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/hosts.json"),
     folder: Annotated[Path | None, typer.Option(hidden=True, help="where a rank writes its figures")] = None,
 ) -> None:
@@ -167,7 +171,7 @@ def main(
     console, figures = Console(width=150), dict[str, Any]()
     for number, local, speed in itertools.product(hosts, each, rate):
         name = f"{number} hosts x {local}, {speed}"
-        ranks = measured_case(number, local, speed, rounds)
+        ranks = measured_case(number, local, speed, rounds, profile)
         order = compared(name, [rank["plans"] for rank in ranks], console)
         chosen = order["plans"][CHOSEN]
         predicted = [chosen["predicted"] / seconds for seconds in chosen["measured"]]
@@ -177,7 +181,6 @@ def main(
             console.print(table(f"{name}: {how}", contenders))
         figures[name] = {
             **order, "predicted_over_measured": predicted, "steps": beside, "levels": ranks[0]["levels"],
-            "calibration_off": ranks[0]["calibration_off"],
         }  # fmt: skip
         out.write_text(json.dumps({"cores": os.cpu_count(), "torch": torch.__version__, "cases": figures}, indent=1))
     print(f"wrote {out}")
