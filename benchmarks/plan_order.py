@@ -53,7 +53,7 @@ from partway.measure.calibrate import calibrate, threads_of
 from partway.measure.workloads import Workload
 
 MODELS = ("mlp", "gpt2", "llama", "vit")
-CHOSEN = "nothing annotated, level 2"
+CHOSEN = "as searched, level 2"
 TAU_BAR, FASTEST_BAR = 0.8, 1.03
 WARM = 1
 NOTCH = 1.58  # ranges between quartiles, over the root of how many there are: how far a median is certain
