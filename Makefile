@@ -25,7 +25,7 @@ SOURCES := $(shell find -L partway -name '*.py' -o -name '*.json') partway/py.ty
 # each of them would make anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test test-long test-kits check canaries bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
+.PHONY: help demo quick test test-long test-kits hosts check canaries bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make test         run the tests of the core that take about a second each'
 	@echo 'make test-long    run the others'
 	@echo 'make test-kits    run the tests of kits/'
+	@echo 'make hosts        run the tests on hosts of network namespaces (root on Linux)'
 	@echo 'make canaries     make a fault of each class, and see that make test fails'
 	@echo 'make check        ruff, mypy --strict, pyright and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
@@ -69,6 +70,11 @@ test-long: $(STAMP)
 # The packages of kits/, which only import what the others have.
 test-kits: $(STAMP)
 	$(call pytest,-m "not slow and not gpu" tests/kits)
+
+# Several hosts with links of given rates; `make conformance` runs these tests, too. One worker: they measure.
+hosts: WORKERS := 1
+hosts: $(STAMP)
+	$(call pytest,-m hosts tests/ecosystem)
 
 # A fault of each class, one after another, and the test of `make test` that fails with it: about 10 minutes.
 canaries: $(STAMP)

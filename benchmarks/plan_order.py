@@ -53,7 +53,7 @@ from partway.measure.calibrate import calibrate, threads_of
 from partway.measure.workloads import Workload
 
 MODELS = ("mlp", "gpt2", "llama", "vit")
-CHOSEN = "nothing annotated, level 2"
+CHOSEN = "as searched, level 2"
 TAU_BAR, FASTEST_BAR = 0.8, 1.03
 WARM = 1
 NOTCH = 1.58  # ranges between quartiles, over the root of how many there are: how far a median is certain
@@ -95,18 +95,18 @@ def run(rank: int, ranks: int, profile: str, rounds: int, models: Sequence[str],
     torch.set_num_threads(threads_of(ranks))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     pw.set_auto_parallel_context(device_profile=profile)
-    found = {model: _measured(model, ranks, rounds) for model in models}
+    works = {model: WORKLOADS[model]() for model in models}
+    found = {name: measured(work, ranks, ways(name, work, ranks), rounds) for name, work in works.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measured(model: str, ranks: int, rounds: int) -> dict[str, dict[str, Any]]:
+def measured(work: Workload, ranks: int, given: Mapping[str, Way], rounds: int) -> dict[str, dict[str, Any]]:
     """Of each way of one model what it was predicted to take, what it sends, and what it took on this rank."""
-    work = WORKLOADS[model]()
     batch = work.tensors(work.each * ranks, torch.float32)
     sharded: dict[str, tuple[Mapping[str, Any], Any, Any]] = {}
-    for name, (context, arguments) in ways(model, work, ranks).items():
+    for name, (context, arguments) in given.items():
         with pw.auto_parallel_context(**context):
             module: Any = pw.shard(work.model(torch.float32), **arguments)
             module.prepare(*batch)
@@ -183,32 +183,37 @@ def main(
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     console, figures = Console(width=140), dict[str, Any]()
     for name in model:
-        rows = {}
-        for way, row in ranks[0][name].items():
-            steps = zip(*(rank[name][way]["measured"] for rank in ranks), strict=True)
-            rows[way] = {**row, "measured": [max(of_ranks) for of_ranks in steps]}
-        medians = {way: statistics.median(row["measured"]) for way, row in rows.items()}
-        annotated = [way for way in rows if way != CHOSEN]
-        predicted, measured = ([rows[way][what] for way in annotated] for what in ("predicted", "measured"))
-        signs = [
-            (_sign(predicted[i] / predicted[j], SAME), order(measured[i], measured[j]))
-            for i, j in itertools.combinations(range(len(annotated)), 2)
-        ]
-        tau, halves = tau_b(signs), _between_halves(measured)
-        told = [one * other for one, other in signs if one * other]
-        ratios = {way: _quartiles(rows[CHOSEN]["measured"], rows[way]["measured"]) for way in _others(rows)}
-        fastest = max(ratios, key=lambda way: ratios[way][1])
-        low, over, high = ratios[fastest]
-        console.print(_table(name, rows, medians))
-        verdicts = ("holds" if tau >= TAU_BAR else "misses", "holds" if over <= FASTEST_BAR else "misses")
-        print(
-            f"{name}: tau {tau:.2f} (bar {TAU_BAR}: {verdicts[0]}; {told.count(1)} of {len(told)} pairs that differ in "
-            f"both agree, and two halves of the rounds have tau {halves:.2f}); what the search chose takes {over:.3f} "
-            f"({low:.3f} to {high:.3f}) of {fastest!r}, the fastest of the others (bar {FASTEST_BAR}: {verdicts[1]})"
-        )
-        figures[name] = {"plans": rows, "tau": tau, "between_halves": halves, "chosen_over_fastest": over}
+        figures[name] = compared(name, [rank[name] for rank in ranks], console)
     out.write_text(json.dumps(figures, indent=1))
     print(f"wrote {out}")
+
+
+def compared(name: str, ranks: Sequence[Mapping[str, Mapping[str, Any]]], console: Console) -> dict[str, Any]:
+    """The plans of one model, by what each rank measured (`measured`): prints a table and whether the bars hold."""
+    rows = {}
+    for way, row in ranks[0].items():
+        steps = zip(*(rank[way]["measured"] for rank in ranks), strict=True)
+        rows[way] = {**row, "measured": [max(of_ranks) for of_ranks in steps]}
+    medians = {way: statistics.median(row["measured"]) for way, row in rows.items()}
+    annotated = [way for way in rows if way != CHOSEN]
+    predicted, measured = ([rows[way][what] for way in annotated] for what in ("predicted", "measured"))
+    signs = [
+        (_sign(predicted[i] / predicted[j], SAME), order(measured[i], measured[j]))
+        for i, j in itertools.combinations(range(len(annotated)), 2)
+    ]
+    tau, halves = tau_b(signs), _between_halves(measured)
+    told = [one * other for one, other in signs if one * other]
+    ratios = {way: _quartiles(rows[CHOSEN]["measured"], rows[way]["measured"]) for way in _others(rows)}
+    fastest = max(ratios, key=lambda way: ratios[way][1])
+    low, over, high = ratios[fastest]
+    console.print(_table(name, rows, medians))
+    verdicts = ("holds" if tau >= TAU_BAR else "misses", "holds" if over <= FASTEST_BAR else "misses")
+    print(
+        f"{name}: tau {tau:.2f} (bar {TAU_BAR}: {verdicts[0]}; {told.count(1)} of {len(told)} pairs that differ in "
+        f"both agree, and two halves of the rounds have tau {halves:.2f}); what the search chose takes {over:.3f} "
+        f"({low:.3f} to {high:.3f}) of {fastest!r}, the fastest of the others (bar {FASTEST_BAR}: {verdicts[1]})"
+    )
+    return {"plans": rows, "tau": tau, "between_halves": halves, "chosen_over_fastest": over}
 
 
 def _others(rows: Mapping[str, Any]) -> list[str]:

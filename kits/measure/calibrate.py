@@ -1,4 +1,4 @@
-"""`partway calibrate`: a device profile of the machine that it runs on.
+"""`partway calibrate`: a device profile of the machine that it runs on, or under a launcher of the hosts of the job.
 
 Every process stands for one device. All of them compute at once, as in training, so that shared resources (cores,
 memory, links) are shared in the figures too. Each collective comes after some computation, as in training: processes
@@ -6,6 +6,10 @@ that only wait for each other are much faster, because none has to be woken and 
 least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
+
+With several processes on each of several hosts, the profile has two levels. The first is fitted to groups inside a
+host. The second is fitted to groups with one rank on each host, all of which send at once, and to all ranks. So its
+bandwidth is the share of a host's link that each device has.
 
 Large collectives run once more while all compute, which shows how far the two slow each other down; small ones several
 at once, which shows the time of one that has queued.
@@ -19,10 +23,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from io import StringIO
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +42,13 @@ from partway.measure.clock import seconds_of
 from partway.measure.collectives import (
     KINDS,
     MB,
-    Fit,
     InARow,
     Overlap,
     Sample,
     collectives,
     fit,
     group_sizes,
-    groups_of,
+    groups_on,
     in_a_row,
     over_ranks,
     overlaps,
@@ -59,8 +63,10 @@ from partway.measure.operators import (
 )
 from partway.measure.probes import probes
 from partway.measure.workloads import Workload
-from partway.propagation.cost import DeviceProfile, NetworkLevel, PeakRates, Sources, profile_of
-from partway.runtime.launching import gpus
+from partway.propagation.cost import DeviceProfile, NetworkLevel, PeakRates, Sources, costs_over, profile_of
+from partway.runtime import get_rank, init, launched
+from partway.runtime.launching import gpus, host_name
+from partway.runtime.ranks import gathered
 from partway.strategy import Kind, RuntimeStateError, counted
 
 DTYPES = {name: getattr(torch, name) for name in PeakRates.model_fields}
@@ -108,18 +114,20 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and its sources: the samples of collectives and of operators, and the fit (None: collectives were not
-    measured)."""
+    """A profile, and its sources: the samples of collectives (none: they were not measured) and of operators."""
 
     profile: DeviceProfile
     samples: tuple[Sample, ...]
-    fit: Fit | None
     operators: tuple[OperatorSample, ...] = ()
 
     @property
     def residuals(self) -> tuple[float, ...]:
-        """For each sample, the fitted time over the measured time, less 1."""
-        return tuple(self.fit.seconds(s.kind, s.size, s.payload) / s.seconds - 1 for s in self.samples if self.fit)
+        """For each sample, the time by the profile over the measured time, less 1."""
+        return tuple(self._predicted(s) / s.seconds - 1 for s in self.samples)
+
+    def _predicted(self, sample: Sample) -> float:
+        waiting, per_byte = costs_over(self.profile.levels, sample.sizes)[sample.kind]
+        return waiting + per_byte * sample.payload
 
     def report(self, width: int = 100) -> str:
         """The figures and, for each sample, its fitted time with its error."""
@@ -133,15 +141,15 @@ class Calibration:
         figures.add_row("an operator without its work", f"{p.overhead * 1e6:.1f} us")
         console.print(figures)
         console.print(self._of_operators())
-        if self.fit is None:
+        if not self.samples:
             console.print(f"collectives: {p.levels[0].source}")
             return text.getvalue()
         table = Table("collective", "ranks", "payload", "measured", "fitted", "off", box=SIMPLE_HEAD, show_edge=False)
         for s, off in zip(self.samples, self.residuals, strict=True):
-            fitted = self.fit.seconds(s.kind, s.size, s.payload)
             table.add_row(
-                s.kind, str(s.size), f"{s.payload / 1024:,.0f} KB", _ms(s.seconds), _ms(fitted), f"{100 * off:+.0f} %"
-            )
+                s.kind, _among(s.sizes), f"{s.payload / 1024:,.0f} KB", _ms(s.seconds), _ms(self._predicted(s)),
+                f"{100 * off:+.0f} %",
+            )  # fmt: skip
         console.print(table)
         both = self.profile.together
         console.print(
@@ -150,8 +158,9 @@ class Calibration:
             f"{100 * both.queued:.0f} % of what it does by itself"
         )
         size = [abs(off) for off in self.residuals]
-        steps_of = ", ".join(f"{kind} {seconds * 1e6:.0f}" for kind, seconds in self.fit.latency.items())
-        console.print(f"launch {self.fit.launch * 1e6:.0f} us; a step, in us: {steps_of}")
+        for level in p.levels:
+            steps_of = ", ".join(f"{kind} {level.latency.of(kind) * 1e6:.0f}" for kind in KINDS)
+            console.print(f"{level.name}: launch {level.launch * 1e6:.0f} us; a step, in us: {steps_of}")
         console.print(
             f"the fit is off by {100 * statistics.median(size):.0f} % (median), {100 * max(size):.0f} % at most"
         )
@@ -171,28 +180,53 @@ class Calibration:
         return table
 
 
-def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name: str = "calibrated") -> Calibration:
-    """Measure this machine with `processes` processes, a device each, and fit a profile to it.
+def calibrate(
+    processes: int | None = None,
+    device: str = "cpu",
+    quick: bool = False,
+    name: str = "calibrated",
+    preset: str | None = None,
+) -> Calibration:
+    """Measure this machine with `processes` processes, a device each (default 2), and fit a profile to it.
 
-    With one process collectives cannot be measured: their figures are those of the preset, and their source says so.
+    Under a launcher its processes measure together, and each returns the result. If they are on several hosts, the
+    profile has a level for those of one host, if these are several, and one that joins the hosts.
+
+    With one process collectives cannot be measured: their figures are those of `preset` (default: that of the device),
+    and their source says so. With more, a `preset` completes what is measured with its levels that join more devices.
     `quick`: fewer and smaller cases. Raises RuntimeStateError for a `device` other than cpu and cuda, fewer than one
-    process, and more processes than there are GPUs.
+    process, more processes than there are GPUs, another number of them than the launcher started, and hosts with
+    unequal numbers of ranks.
     """
-    check_devices(processes, device)
     effort = QUICK if quick else FULL
-    ranks = _measure(processes, device, effort)
+    beyond = None if preset is None else profile_of(preset)
+    if launched():
+        join(device)
+        if processes not in (None, dist.get_world_size()):
+            started = counted(dist.get_world_size(), "process", "processes")
+            raise RuntimeStateError(f"processes is {processes}, and the launcher started {started}; leave it out")
+        with _silent():
+            ranks = _measured(device, effort)
+    else:
+        processes = 2 if processes is None else processes
+        check_devices(processes, device)
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(_rank, (processes, device, effort, folder), nprocs=processes)
+            ranks = json.loads(Path(folder, "ranks.json").read_text())
     speed = _mean([DeviceSpeed(**rank["speed"]) for rank in ranks])
     beside = [Overlap(**overlap) for rank in ranks for overlap in rank["overlaps"]]
     rows = [InARow(**row) for rank in ranks for row in rank["rows"]]
-    samples = over_ranks([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
-    fitted = fit(samples) if samples else None
+    samples = over_ranks([[_sample(**sample) for sample in rank["samples"]] for rank in ranks])
     operators = tuple(OperatorSample(**sample) for rank in ranks for sample in rank["operators"])
-    levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
-    how = _how(processes, device)
+    hosts, each = ranks_on_hosts([rank["host"] for rank in ranks])
+    how = _how(hosts, each, device, ranks[0]["threads"])
+    levels = _levels(samples, hosts, each, device, how) if samples else ()
+    if beyond is not None or not levels:
+        levels = completed(levels, hosts * each, beyond or profile_of(device))
     profile = DeviceProfile(
         name=name,
         peak=PeakRates(**speed.peak),
-        memory=_memory(processes, device),
+        memory=min(rank["memory"] for rank in ranks),
         memory_bandwidth=speed.memory_bandwidth,
         overhead=speed.overhead,
         sources=Sources(
@@ -204,17 +238,44 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
         together=together(beside, rows),
         operators=fit_operators(operators),
     )
-    return Calibration(profile, samples, fitted, operators)
+    return Calibration(profile, samples, operators)
+
+
+def join(device: str) -> bool:
+    """Join the other processes of a launcher, if one started this process. Return whether this one is the first."""
+    check_device(device)
+    if launched():
+        init(backend=_backend(device))
+    return get_rank() == 0
+
+
+def ranks_on_hosts(names: Sequence[str]) -> tuple[int, int]:
+    """The number of hosts and of ranks on each, from the name of each rank's host. Raises RuntimeStateError unless each
+    host has as many, with consecutive numbers: the levels of a profile assume that."""
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    counts = {count for _, count in runs}
+    if len(counts) > 1 or len({name for name, _ in runs}) < len(runs):
+        found = ", ".join(f"{counted(count, 'rank')} on {name}" for name, count in runs)
+        raise RuntimeStateError(
+            f"in the order of the ranks there are {found}; a profile describes hosts with as many ranks on each, "
+            "numbered host after host: start as many on each, in this order"
+        )
+    return len(runs), runs[0][1]
+
+
+def check_device(device: str) -> None:
+    """Raise RuntimeStateError for a device that `calibrate` cannot measure."""
+    if device not in ("cpu", "cuda"):
+        raise RuntimeStateError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeStateError("device is 'cuda', but PyTorch finds no GPU here; use device 'cpu'")
 
 
 def check_devices(processes: int, device: str) -> None:
-    """Raise RuntimeStateError for devices that `calibrate` cannot measure."""
-    if device not in ("cpu", "cuda"):
-        raise RuntimeStateError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    """Raise RuntimeStateError if `calibrate` cannot start so many processes on a device."""
     if processes < 1:
         raise RuntimeStateError(f"processes is {processes}; it must be 1 (which measures no collectives) or more")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeStateError("device is 'cuda', but PyTorch finds no GPU here; use device 'cpu'")
+    check_device(device)
     if device == "cuda":
         gpus.check_enough(processes)
 
@@ -222,54 +283,77 @@ def check_devices(processes: int, device: str) -> None:
 # -- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]]:
-    """The measurements of each process."""
-    meeting = torch.multiprocessing.get_context("spawn").Barrier(processes)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (processes, device, effort, folder, meeting), nprocs=processes)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
+def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -> None:
+    """One of the processes of this machine. The first one writes the figures of all into a file."""
+    with _silent():
+        torch.set_num_threads(threads_of(processes))
+        if device == "cuda":
+            gpus.take_of(rank, processes)
+        store = f"file://{folder}/store"
+        dist.init_process_group(_backend(device), init_method=store, rank=rank, world_size=processes)
+        try:
+            ranks = _measured(device, effort)
+        finally:
+            dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "ranks.json").write_text(json.dumps(ranks))
 
 
-def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, meeting: Any) -> None:
-    """One process: computes beside the others, then takes part in the collectives; its figures go to a file."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each new group
-    torch.set_num_threads(threads_of(processes))
-    if device == "cuda":
-        gpus.take_of(rank, processes)
-    meeting.wait()
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing is printed: gloo prints a line for each new group."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _measured(device: str, effort: Effort) -> list[dict[str, Any]]:
+    """The figures of each rank of the process group; each calls it. They compute side by side, and then communicate."""
+    hosts, each = ranks_on_hosts(gathered("say on which hosts they are", host_name()))
+    dist.barrier()
     speed = _device_speed(device, effort)
     networks = chain.from_iterable(effort.probes(times) for times in TIMES[device])
-    operators = list(operator_samples(device, meeting.wait, networks))
-    samples = list(_group_samples(rank, processes, device, effort, folder)) if processes > 1 else []
+    operators = list(operator_samples(device, dist.barrier, networks))
+    samples = list(_group_samples(hosts, each, device, effort)) if hosts * each > 1 else []
     figures = {
+        "host": host_name(),
+        "threads": torch.get_num_threads(),
+        "memory": _memory(each, device),
         "speed": speed,
         "operators": operators,
         "samples": [sample for sample in samples if isinstance(sample, Sample)],
         "overlaps": [sample for sample in samples if isinstance(sample, Overlap)],
         "rows": [sample for sample in samples if isinstance(sample, InARow)],
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(figures, default=asdict))
+    return gathered("compare what they measured", json.loads(json.dumps(figures, default=asdict)))
 
 
-def _group_samples(
-    rank: int, processes: int, device: str, effort: Effort, folder: str
-) -> Iterator[Sample | Overlap | InARow]:
-    """The times of the collectives in which this process took part, and of those of all processes while all compute."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    try:
-        for size in group_sizes(processes):
-            made = [(ranks, dist.new_group(list(ranks))) for family in groups_of(size, processes) for ranks in family]
-            mine = [group for ranks, group in made if rank in ranks]
-            dist.barrier()
-            if mine:  # all groups at once, like those along an axis of a mesh
-                yield from collectives(size, mine, device, effort.payloads, effort.repeats)
+def _sample(kind: str, sizes: Sequence[int], payload: int, seconds: float) -> Sample:
+    return Sample(Kind(kind), tuple(sizes), payload, seconds)
+
+
+def _group_samples(hosts: int, each: int, device: str, effort: Effort) -> Iterator[Sample | Overlap | InARow]:
+    """The times of the collectives in which this rank took part, and of those of all ranks while all compute."""
+    for sizes, families in groups_on(hosts, each):
+        made = [(ranks, dist.new_group(list(ranks))) for family in families for ranks in family]
+        mine = [group for ranks, group in made if dist.get_rank() in ranks]
         dist.barrier()
-        yield from in_a_row(processes, dist.group.WORLD, device, effort.payloads[0], effort.repeats)
-        yield from overlaps(device, effort.payloads, effort.repeats)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        if mine:  # all groups at once, like those along an axis of a mesh
+            yield from collectives(sizes, mine, device, effort.payloads, effort.repeats)
+    dist.barrier()
+    yield from in_a_row(hosts * each, dist.group.WORLD, device, effort.payloads[0], effort.repeats)
+    yield from overlaps(device, effort.payloads, effort.repeats)
+    dist.barrier()
+
+
+def _backend(device: str) -> str:
+    return "nccl" if device == "cuda" else "gloo"
 
 
 def _device_speed(device: str, effort: Effort) -> DeviceSpeed:
@@ -304,39 +388,56 @@ def _mean(speeds: Sequence[DeviceSpeed]) -> DeviceSpeed:
 # -- The profile -----------------------------------------------------------------------------------------------------
 
 
-def _level(fitted: Fit, processes: int, device: str) -> NetworkLevel:
-    """One level that joins all: the GPUs of this machine, or any number of processes."""
-    bandwidth = {kind.value: {str(n): rate for (k, n), rate in fitted.bandwidth.items() if k is kind} for kind in KINDS}
-    sizes = ", ".join(map(str, group_sizes(processes)))
-    source = (
-        f"groups of {sizes}, {_how(processes, device)}; larger groups are assumed to send at the rate of the largest"
-    )
-    return NetworkLevel(
-        name="nccl" if device == "cuda" else "gloo",
-        source=source,
-        devices=max(torch.cuda.device_count(), processes) if device == "cuda" else None,
-        bandwidth=bandwidth,  # type: ignore[arg-type]
-        latency={kind.value: seconds for kind, seconds in fitted.latency.items()},  # type: ignore[arg-type]
-        launch=fitted.launch,
-    )
+def _levels(samples: Sequence[Sample], hosts: int, each: int, device: str, how: str) -> tuple[NetworkLevel, ...]:
+    """One level that joins all ranks, or one that joins those of a host and one that joins the hosts."""
+    network, larger = _backend(device), "larger groups are assumed to send at the rate of the largest"
+    if hosts == 1 or each == 1:
+        sizes = ", ".join(map(str, group_sizes(hosts * each)))
+        gpus_here = max(torch.cuda.device_count(), each) if device == "cuda" and hosts == 1 else None
+        where = network if hosts == 1 else f"{network} between hosts"
+        return (fit(samples).level(where, f"groups of {sizes}, {how}; {larger}", gpus_here),)
+    inner = [replace(sample, sizes=sample.sizes[:1]) for sample in samples if sample.sizes[-1] == 1]
+    sizes = ", ".join(map(str, group_sizes(each)))
+    inside = fit(inner).level(f"{network} inside a host", f"groups of {sizes} of a host, {how}", each)
+    sizes = ", ".join(map(str, group_sizes(hosts)))
+    source = f"groups on {sizes} hosts, with one rank on each, and all ranks, {how}; {larger}"
+    outer = [sample for sample in samples if sample.sizes[-1] > 1]
+    return inside, fit(outer, inside).level(f"{network} between hosts", source, None)
 
 
-def _unmeasured(device: str) -> tuple[NetworkLevel, ...]:
-    """The levels of the preset, with a source that says so."""
-    source = "not measured, which takes two processes or more; from the preset {}: {}"
-    preset = profile_of(device)
-    return tuple(
-        level.model_copy(update={"source": source.format(preset.name, level.source)}) for level in preset.levels
-    )
+def _among(sizes: Sequence[int]) -> str:
+    """The ranks of a group: "2" on one level; on two levels "2 on a host", "2 hosts" or "2 on each of 4 hosts"."""
+    if len(sizes) == 1:
+        return str(sizes[0])
+    inside, hosts = sizes
+    if hosts == 1:
+        return f"{inside} on a host"
+    return f"{hosts} hosts" if inside == 1 else f"{inside} on each of {hosts} hosts"
 
 
-def _how(processes: int, device: str) -> str:
-    cpu = f"a CPU with {counted(threads_of(processes), 'thread')}"
+def completed(measured: Sequence[NetworkLevel], ranks: int, preset: DeviceProfile) -> tuple[NetworkLevel, ...]:
+    """The levels that were measured with so many ranks, and those of a preset that join more. Their source says so."""
+    here = (measured[-1].devices or ranks) if measured else 1
+    beyond = [
+        level
+        for level in preset.levels
+        if level.devices is None or (level.devices > here and level.devices % here == 0)
+    ]
+    more = f"more than {here} devices" if measured else "two processes or more"
+    source = f"not measured, which takes {more}; from the preset {preset.name}: "
+    added = [level.model_copy(update={"source": source + level.source}) for level in beyond]
+    if measured and added:
+        measured = [*measured[:-1], measured[-1].model_copy(update={"devices": here})]
+    return (*measured, *added)
+
+
+def _how(hosts: int, each: int, device: str, threads: int) -> str:
+    cpu = f"a CPU with {counted(threads, 'thread')}"
     where = torch.cuda.get_device_name() if device == "cuda" else cpu
-    who = counted(processes, "process", "processes")
-    shared = device == "cuda" and processes > torch.cuda.device_count()
-    each = f" that they share, so that no figure is that of {where} alone" if shared else " each"
-    return f"measured by partway calibrate with {who} on {where}{each}, PyTorch {torch.__version__}"
+    who = counted(hosts * each, "process", "processes") + (f" on {hosts} hosts" if hosts > 1 else "")
+    shared = device == "cuda" and each > torch.cuda.device_count()
+    beside = f" that they share, so that no figure is that of {where} alone" if shared else " each"
+    return f"measured by partway calibrate with {who} on {where}{beside}, PyTorch {torch.__version__}"
 
 
 def threads_of(processes: int) -> int:
@@ -346,10 +447,11 @@ def threads_of(processes: int) -> int:
     return max(1, (os.cpu_count() or 1) // processes)
 
 
-def _memory(processes: int, device: str) -> float:
+def _memory(each: int, device: str) -> float:
+    """The bytes of a device of a host with `each`."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / each
 
 
 def _ms(seconds: float) -> str:

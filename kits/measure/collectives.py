@@ -26,10 +26,22 @@ from torch import Tensor
 
 from partway.measure.clock import mean_but_longest, seconds_of, seconds_of_one, wait_for
 from partway.measure.operators import nonnegative
-from partway.propagation.cost import ALONE, ByKind, Together, steps
+from partway.propagation.cost import (
+    ALONE,
+    ByKind,
+    NetworkLevel,
+    Together,
+    costs_over,
+    messages_by_level,
+    sent_by_level,
+    steps,
+    wire_bytes,
+)
 from partway.runtime.executors import all_gather, reduce_scatter
 from partway.strategy import Kind
 
+Family = tuple[tuple[int, ...], ...]  # groups of ranks that share none
+Call = Callable[[Tensor, int, Any, bool], Any]
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 MB = 1 << 20
 SMALL, SMALL_REPEATS = 2 * MB, 10  # a payload, and the repeats of smaller ones, which vary most
@@ -38,15 +50,20 @@ STRETCH = 512  # rows and columns of the matrices that are multiplied before a c
 LARGE, BESIDE = 4 * MB, 3.0  # a payload, and the factor by which the work beside it is longer
 WARM = 2  # turns that do not count
 LEAST = 1e-6  # seconds of a collective
+ROUNDS = 8  # fits of a level, until it is known which samples it bounds
 SLOWEST = 0.05  # the least speed of a lane, relative to its speed alone
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One collective over `size` ranks and the seconds that it adds; `payload` is that of `wire_bytes`."""
+    """One collective and the seconds that it adds.
+
+    sizes     the ranks of its group on each level, inside out: (2,) on one level; (2, 4) of 2 on each of 4 hosts
+    payload   that of `wire_bytes`
+    """
 
     kind: Kind
-    size: int
+    sizes: tuple[int, ...]
     payload: int
     seconds: float
 
@@ -73,15 +90,23 @@ class InARow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Seconds of a launch, seconds of a step by kind, and algorithm bandwidth by kind and group size."""
+    """The figures of one level: seconds of a launch, seconds of a step by kind, and algorithm bandwidth by kind and
+    group size."""
 
     launch: float
     latency: Mapping[Kind, float]
     bandwidth: Mapping[tuple[Kind, int], float]
 
-    def seconds(self, kind: Kind, size: int, payload: float) -> float:
-        """The fitted time of a collective."""
-        return self.launch + steps(kind, size) * self.latency[kind] + payload / self.bandwidth[kind, size]
+    def level(self, name: str, source: str, devices: int | None) -> NetworkLevel:
+        """The level of a profile with these figures."""
+        bandwidth = {
+            kind.value: {str(n): rate for (k, n), rate in self.bandwidth.items() if k is kind} for kind in KINDS
+        }
+        latency = {kind.value: seconds for kind, seconds in self.latency.items()}
+        return NetworkLevel(
+            name=name, source=source, devices=devices, launch=self.launch,
+            bandwidth=bandwidth, latency=latency,  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 # -- Measuring ----------------------------------------------------------------------------------------------------
@@ -93,7 +118,7 @@ def group_sizes(processes: int) -> tuple[int, ...]:
     return (*powers, processes) if processes > 1 else ()
 
 
-def groups_of(size: int, processes: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def groups_of(size: int, processes: int) -> tuple[Family, ...]:
     """The groups of `size` ranks that the axes of a mesh have: neighbours, and, if they divide `processes`, those that
     are as far apart as possible."""
     near = tuple(tuple(range(i, i + size)) for i in range(0, processes - size + 1, size))
@@ -102,11 +127,43 @@ def groups_of(size: int, processes: int) -> tuple[tuple[tuple[int, ...], ...], .
     return (near,) if processes % size or near == far else (near, far)
 
 
+def groups_on(hosts: int, each: int) -> Iterator[tuple[tuple[int, ...], tuple[Family, ...]]]:
+    """The groups to measure on `hosts` hosts with `each` ranks, by their sizes on each level (`Sample`): those of one
+    host, those with one rank a host, and all ranks. There is one level if there is one host, or one rank on each.
+
+    The groups of a family share no rank and communicate at once, so that all devices of a host send at once.
+    """
+    if hosts == 1 or each == 1:
+        for size in group_sizes(hosts * each):
+            yield (size,), groups_of(size, hosts * each)
+        return
+    for size in group_sizes(each):
+        inside = groups_of(size, each)
+        yield (
+            (size, 1),
+            tuple(
+                tuple(tuple(host * each + rank for rank in ranks) for host in range(hosts) for ranks in family)
+                for family in inside
+            ),
+        )
+    for size in group_sizes(hosts):
+        between = groups_of(size, hosts)
+        yield (
+            (1, size),
+            tuple(
+                tuple(tuple(host * each + rank for host in some) for some in family for rank in range(each))
+                for family in between
+            ),
+        )
+    yield (each, hosts), ((tuple(range(hosts * each)),),)
+
+
 def collectives(
-    size: int, groups: Sequence[Any], device: str, payloads: Sequence[int], repeats: int
+    sizes: tuple[int, ...], groups: Sequence[Any], device: str, payloads: Sequence[int], repeats: int
 ) -> Iterator[Sample]:
-    """The time of each kind among the `size` ranks of `groups`, which all contain this rank, by payload. The groups
-    take turns, like the axes of a mesh."""
+    """The time of each kind among the ranks of `groups`, which have these sizes and all contain this rank, by payload.
+    The groups take turns, like the axes of a mesh."""
+    size = math.prod(sizes)
     counts = [math.ceil(payload / 4 / size) * size for payload in payloads]
     dist.barrier(group=groups[0])
     alone = _in_turns({n: partial(_computed, n, device) for c in counts for n in (c, c // size)}, device, repeats)
@@ -120,7 +177,7 @@ def collectives(
             repeats,
         )
         for count in counts:
-            yield Sample(kind, size, 4 * count, max(both[count] - alone[given[count]], LEAST))
+            yield Sample(kind, sizes, 4 * count, max(both[count] - alone[given[count]], LEAST))
 
 
 def _in_turns(runs: Mapping[int, Callable[[], Any]], device: str, repeats: int) -> dict[int, float]:
@@ -206,7 +263,6 @@ def together(overlaps: Sequence[Overlap], rows: Sequence[InARow] = ()) -> Togeth
     return Together(computing=computing, communicating=communicating, queued=queued)
 
 
-Call = Callable[[Tensor, int, Any, bool], Any]
 CALLS: Mapping[Kind, Call] = {
     Kind.ALL_REDUCE: lambda given, size, group, later: dist.all_reduce(given, group=group, async_op=later),
     Kind.ALL_GATHER: lambda given, size, group, later: all_gather(
@@ -224,32 +280,60 @@ CALLS: Mapping[Kind, Call] = {
 
 def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
     """Each sample with the mean of the ranks: the first to arrive waits for as long as the last one computes longer."""
-    found: dict[tuple[Kind, int, int], list[float]] = defaultdict(list)
+    found: dict[tuple[Kind, tuple[int, ...], int], list[float]] = defaultdict(list)
     for sample in (sample for samples in ranks for sample in samples):
-        found[sample.kind, sample.size, sample.payload].append(sample.seconds)
+        found[sample.kind, sample.sizes, sample.payload].append(sample.seconds)
     return tuple(Sample(*key, statistics.fmean(seconds)) for key, seconds in found.items())
 
 
 # -- Fitting ---------------------------------------------------------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample]) -> Fit:
-    """The launch, latencies and bandwidths with the least squares of relative errors, none of them negative.
+def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None) -> Fit:
+    """The launch, latencies and bandwidths of a level with the least squares of relative errors, none of them negative.
+
+    The level is the outermost of the samples; `inside` is the level in it, if they have two. Its latencies are part of
+    a sample's time, and so are its bytes if they take longer than those of this level (`costs_over`).
 
     With one group size only, launch and latency cannot be told apart; the fit then has the smallest that do.
     """
     kinds = sorted({s.kind for s in samples}, key=KINDS.index)
-    rings = sorted({(s.kind, s.size) for s in samples}, key=lambda ring: (KINDS.index(ring[0]), ring[1]))
-    matrix = np.zeros((len(samples), 1 + len(kinds) + len(rings)))
-    for row, s in zip(matrix, samples, strict=True):
-        row[0] = 1
-        row[1 + kinds.index(s.kind)] = steps(s.kind, s.size)
-        row[1 + len(kinds) + rings.index((s.kind, s.size))] = s.payload
-        row /= s.seconds
-    solution = nonnegative(matrix, np.ones(len(samples)))
-    latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
-    bandwidth = {}
-    for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
-        largest = max((s for s in samples if (s.kind, s.size) == ring), key=lambda s: s.payload)
-        bandwidth[ring] = 1 / per_byte if per_byte > 0 else largest.payload / largest.seconds
+    rings = sorted({(s.kind, s.sizes[-1]) for s in samples}, key=lambda ring: (KINDS.index(ring[0]), ring[1]))
+    known = [_inside(s, inside) for s in samples]
+    inner = np.zeros(len(samples), dtype=bool)  # the samples whose bytes take longer inside
+    for _ in range(ROUNDS):
+        matrix = np.zeros((len(samples), 1 + len(kinds) + len(rings)))
+        rest = np.array([s.seconds for s in samples])
+        for i, (s, (waiting, per_byte)) in enumerate(zip(samples, known, strict=True)):
+            matrix[i, 0] = 1
+            matrix[i, 1 + kinds.index(s.kind)] = steps(s.kind, s.sizes[-1])
+            matrix[i, 1 + len(kinds) + rings.index((s.kind, s.sizes[-1]))] = 0 if inner[i] else _at_this_level(s)
+            rest[i] -= waiting + per_byte * s.payload * inner[i]
+        relative = 1 / np.array([s.seconds for s in samples])
+        solution = nonnegative(matrix * relative[:, None], rest * relative)
+        latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
+        bandwidth = {}
+        for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
+            largest = max((s for s in samples if (s.kind, s.sizes[-1]) == ring), key=_at_this_level)
+            bandwidth[ring] = 1 / per_byte if per_byte > 0 else _at_this_level(largest) / largest.seconds
+        before, inner = inner, np.array([
+            per_byte * s.payload > _at_this_level(s) / bandwidth[s.kind, s.sizes[-1]]
+            for s, (_, per_byte) in zip(samples, known, strict=True)
+        ])  # fmt: skip
+        if (inner == before).all():
+            break
     return Fit(float(solution[0]), latency, bandwidth)
+
+
+def _inside(sample: Sample, inside: NetworkLevel | None) -> tuple[float, float]:
+    """The seconds that a collective waits on the level inside, without a launch, and the seconds per byte there."""
+    if inside is None or sample.sizes[0] == 1:
+        return 0.0, 0.0
+    _, per_byte = costs_over([inside], sample.sizes[:1])[sample.kind]
+    return messages_by_level(sample.kind, sample.sizes)[0] * inside.latency.of(sample.kind), per_byte
+
+
+def _at_this_level(sample: Sample) -> float:
+    """The payload with which a group with one rank in each unit of the outermost level sends as many bytes there."""
+    sent = sent_by_level(sample.kind, sample.sizes)[-1]
+    return sample.payload * sent / wire_bytes(sample.kind, 1, sample.sizes[-1])

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from partway import auto_parallel_context, shard
 from partway.measure.clock import seconds_of
@@ -36,7 +35,8 @@ from partway.propagation.cost import (
 )
 from partway.propagation.graph import computed_again, operator_of
 from partway.propagation.program import COMPUTE, Meter, Program
-from partway.runtime import record_timeline
+from partway.runtime import get_rank, record_timeline
+from partway.strategy import Mesh
 
 WARM, STEPS = 2, 5  # untimed and timed steps of a probe
 SHORT = 1e-6  # seconds: for shorter times the difference counts, for others the ratio
@@ -67,29 +67,25 @@ class OperatorSample:
 
 
 def operator_samples(device: str, meet: Callable[[], Any], probes: Iterable[Workload]) -> Iterator[OperatorSample]:
-    """The times of the calls of all `probes` in this process. `meet` returns when all processes have called it."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        for probe in probes:
-            model: Any = shard(probe.model(torch.float32, device), mesh={"one": 1})
-            batch = probe.tensors(probe.each, torch.float32, device)
-            runs: list[dict[tuple[str, str], float]] = []
-            with auto_parallel_context(batch_norm_parts=probe.each if probe.own_statistics else 1):
-                for step in range(WARM + STEPS):
-                    model.zero_grad(set_to_none=True)
-                    meet()
-                    with record_timeline() as spans:
-                        _step(model, batch)
-                    if step >= WARM:
-                        runs.append({(span.phase, span.name): span.seconds for span in spans if span.lane == COMPUTE})
-                seconds = usual_seconds(runs)
-                if device == "cuda":
-                    untold = seconds_of(partial(_step, model, batch), device, STEPS, meet)
-                    seconds = no_longer_than(seconds, untold)
-            yield from _samples(model.program, seconds)
-    finally:
-        dist.destroy_process_group()
+    """The times of the calls of all `probes` on this rank. `meet` returns when all ranks have called it."""
+    alone = Mesh({"one": 1}, ranks=(get_rank(),))
+    for probe in probes:
+        model: Any = shard(probe.model(torch.float32, device), mesh=alone)
+        batch = probe.tensors(probe.each, torch.float32, device)
+        runs: list[dict[tuple[str, str], float]] = []
+        with auto_parallel_context(batch_norm_parts=probe.each if probe.own_statistics else 1):
+            for step in range(WARM + STEPS):
+                model.zero_grad(set_to_none=True)
+                meet()
+                with record_timeline() as spans:
+                    _step(model, batch)
+                if step >= WARM:
+                    runs.append({(span.phase, span.name): span.seconds for span in spans if span.lane == COMPUTE})
+            seconds = usual_seconds(runs)
+            if device == "cuda":
+                untold = seconds_of(partial(_step, model, batch), device, STEPS, meet)
+                seconds = no_longer_than(seconds, untold)
+        yield from _samples(model.program, seconds)
 
 
 def _step(model: Any, batch: Sequence[torch.Tensor]) -> None:

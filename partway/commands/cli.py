@@ -366,22 +366,39 @@ def plan(
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the file to write")] = Path("profile.json"),
-    processes: Annotated[int, typer.Option(help="how many devices; 1 measures no collectives")] = 2,
+    processes: Annotated[
+        int | None, typer.Option(help="how many devices; 1 measures no collectives [2, or those of the launcher]")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU for each process)", autocompletion=_offers(DEVICES))
     ] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="fewer and smaller cases: less than a minute")] = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="take what joins more devices from this profile", autocompletion=_offers(PROFILES)),
+    ] = None,
 ) -> None:
-    """Measure this machine and write a device profile: compute, memory, and collectives between processes."""
+    """Measure this machine and write a device profile: compute, memory, and collectives between processes.
+
+    Under a launcher its processes measure together, on all of its hosts, and rank 0 writes the profile.
+    """
     from partway.measure.calibrate import calibrate as measure
+    from partway.measure.calibrate import join
+    from partway.runtime import shutdown
 
     try:
-        check_paths({"the device profile": out})
-        calibration = measure(processes, device, quick, out.stem)
-        calibration.profile.save(out)
+        first = join(device)
+        if first:
+            check_paths({"the device profile": out})
+        calibration = measure(processes, device, quick, out.stem, preset)
+        if first:
+            calibration.profile.save(out)
+        shutdown()
     except PartwayError as error:
         typer.echo(f"partway calibrate: {error}", err=True)
         raise typer.Exit(2) from None
+    if not first:
+        return
     typer.echo(calibration.report())
     typer.echo(f"wrote {out}; use it with set_auto_parallel_context(device_profile={str(out)!r})")
 

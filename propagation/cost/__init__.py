@@ -11,7 +11,7 @@ conversion.py    `ConversionTable`: the cost of every conversion between two lay
 
 from __future__ import annotations
 
-from .cost import kind_of_call, name_of_call, steps
+from .cost import costs_over, kind_of_call, messages_by_level, name_of_call, sent_by_level, steps, wire_bytes
 from .profile import ALONE, ByKind, DeviceProfile, NetworkLevel, PeakRates, Sources, Together, profile_of
 from .rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
 
@@ -30,9 +30,13 @@ __all__ = [
     "Rates",
     "Sources",
     "Together",
+    "costs_over",
     "features_of",
     "kind_of_call",
+    "messages_by_level",
     "name_of_call",
     "profile_of",
+    "sent_by_level",
     "steps",
+    "wire_bytes",
 ]

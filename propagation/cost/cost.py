@@ -77,9 +77,6 @@ WEIGHTS = {
 }
 
 
-Joined = Sequence[tuple[NetworkLevel, int]]  # the levels that join a group, inside out, each with its ranks on it
-
-
 def wire_bytes(kind: Kind, payload: float, size: int) -> float:
     """Bytes that one of `size` ranks sends. `payload`: the whole value's bytes; all_to_all: the bytes held; exchange:
     the bytes sent."""
@@ -124,52 +121,49 @@ def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) 
 def costs_over(levels: Sequence[NetworkLevel], sizes: Sequence[int]) -> Mapping[Kind, tuple[float, float]]:
     """As `collective_costs`, for a group with so many ranks on each of `levels`, inside out. Latencies add up; the
     slowest level determines the cost of the bytes."""
-    joined = [(level, size) for level, size in zip(levels, sizes, strict=True) if size > 1]
-    launch = joined[-1][0].launch if joined else 0.0  # of the outermost level: the phases are a single call
-    costs = {}
+    launch = next((level.launch for level, size in reversed([*zip(levels, sizes, strict=True)]) if size > 1), 0.0)
+    trees, costs = tuple(level.trees for level in levels), {}
     for kind in COLLECTIVES:
-        messages, sent = messages_by_level(kind, joined), sent_by_level(kind, joined)
-        waiting = sum(count * level.latency.of(kind) for count, (level, _) in zip(messages, joined, strict=True))
-        per_byte = (part / _bandwidth(level, kind, size) for part, (level, size) in zip(sent, joined, strict=True))
-        costs[kind] = launch + waiting, max(per_byte, default=0.0)
+        messages, sent = messages_by_level(kind, sizes, trees), sent_by_level(kind, sizes, trees)
+        waiting = sum(count * level.latency.of(kind) for count, level in zip(messages, levels, strict=True))
+        per_byte = (
+            part / _bandwidth(level, kind, n) for part, level, n in zip(sent, levels, sizes, strict=True) if part
+        )
+        costs[kind] = launch + waiting, max(per_byte, default=0.0)  # the phases are a single call: one launch
     return costs
 
 
-def by_trees(level: NetworkLevel, kind: Kind) -> bool:
-    """Whether a collective goes between the units of a level by trees, up and down, and not around a ring."""
-    return level.trees and kind is Kind.ALL_REDUCE
-
-
-def messages_by_level(kind: Kind, joined: Joined) -> tuple[int, ...]:
-    """The number of consecutive messages on each level.
+def messages_by_level(kind: Kind, sizes: Sequence[int], trees: Sequence[bool] = ()) -> tuple[int, ...]:
+    """The number of consecutive messages on each level, in a group with so many ranks on each; `trees`: whether each
+    level has them (none by default).
 
     Data that go around a ring of all ranks cross each level as often as the ring does: 8 nodes of 8 ranks are 63 links,
     7 of them between nodes. (NCCL counts rings and trees in the same way, src/graph/tuning.cc.)
     """
     row, counts, outside = COLLECTIVES[kind], [], 1
-    for level, size in reversed(joined):
-        if by_trees(level, kind):
+    for size, tree in reversed([*zip(sizes, trees or (False,) * len(sizes), strict=True)]):
+        if tree and kind is Kind.ALL_REDUCE:
             counts.append(2 * math.ceil(math.log2(size)))
         elif row.narrows:
             counts.append(row.steps(size * outside) - row.steps(outside))
             outside *= size
         else:
-            counts.append(row.steps(size))
+            counts.append(row.steps(size) if size > 1 else 0)
     return tuple(reversed(counts))
 
 
-def sent_by_level(kind: Kind, joined: Joined) -> tuple[float, ...]:
-    """The bytes that each device sends on each level for a byte of payload.
+def sent_by_level(kind: Kind, sizes: Sequence[int], trees: Sequence[bool] = ()) -> tuple[float, ...]:
+    """The bytes that each device sends on each level for a byte of payload; arguments as of `messages_by_level`.
 
     A ring visits all ranks of a unit before it leaves for the next unit. So one link out of each unit carries what one
     of all n ranks sends, which is the 1 / k of each of the k ranks inside: of 2 units of 8 ranks, 15/16 of the payload
     of an all_gather, where trees, and direct messages, carry only what the other unit lacks.
     """
     row, share, ranks, sent = COLLECTIVES[kind], 1.0, 1, []
-    for level, size in joined:
+    for size, tree in zip(sizes, trees or (False,) * len(sizes), strict=True):
         ranks *= size
-        around = ranks if row.narrows and not by_trees(level, kind) else size
-        sent.append(share * row.wire(1, around))
+        around = ranks if row.narrows and not (tree and kind is Kind.ALL_REDUCE) else size
+        sent.append(share * row.wire(1, around) if size > 1 else 0.0)
         share /= size if row.narrows else 1
     return tuple(sent)
 
@@ -220,16 +214,16 @@ def operator_seconds(
     profile: DeviceProfile,
     rates: Rates | None = None,
     written: ArrayLike = 0.0,
+    name: str = "",
 ) -> NDArray[np.float64]:
     """The predicted time of one operator that computes `flops` in `dtype` and moves `moved` bytes, or of several.
-    `rates`: its measured rates; `written`: the bytes of its results, part of `moved`."""
+    `rates`: its measured rates; `written`: the bytes of its results, part of `moved`; `name`: of the operator."""
     computing = np.asarray(flops) / profile.peak.of(dtype)
     moved = np.asarray(moved)
     if rates is None:
         reached = profile.reached
-        return np.asarray(
-            profile.overhead + computing / reached.products + moved / (reached.memory * profile.memory_bandwidth)
-        )
+        share = reached.attention if ATTENTION in name else reached.products
+        return np.asarray(profile.overhead + computing / share + moved / (reached.memory * profile.memory_bandwidth))
     slower = profile.peak.float32 / profile.peak.of(dtype)
     least = np.maximum(computing, np.maximum(moved - CACHED, 0.0) / profile.memory_bandwidth)
     seconds: NDArray[np.float64] = np.maximum(rates.seconds(np.asarray(flops) * slower, moved, written), least)
@@ -266,6 +260,7 @@ _SAME: Mapping[str, str] = {
 }
 _SECOND: Mapping[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1}  # of a product
 LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.index_select.default, _aten.gather.default)
+ATTENTION = "scaled_dot_product"  # in the names of operators of attention
 LINE = 64  # bytes that memory reads at least: a line of a CPU's caches, a burst of a GPU's memory
 FEW = 8  # input channels of a convolution: with fewer its kernel does not fill the vectors
 PLANE = 16  # pixels of an image that a kernel for 1x1 convolutions processes at once
@@ -289,7 +284,7 @@ def name_of_call(node: fx.Node, shape: Shape = lambda node: tensor_of(source_of(
     if node.target in _SECOND:
         columns = shape(node.args[_SECOND[node.target]])[-1]  # type: ignore[arg-type]
         return f"{name} of odd columns" if columns % ALIGNED and columns > ALIGNED else name
-    if "scaled_dot_product" in name:
+    if ATTENTION in name:
         return f"{name} causal" if argument(node, "is_causal") else name
     if node.target not in _WEIGHT:
         return _SAME.get(name, name)

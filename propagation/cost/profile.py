@@ -147,15 +147,16 @@ class Sources(ProfileFigures):
 
 
 class Reached(ProfileFigures):
-    """The share of its peak that a device reaches: of the operations in large matrix products, of the bytes in large
-    copies."""
+    """The share of its peak that a device reaches: of the operations in large matrix products and in attention, of the
+    bytes in large copies."""
 
     products: Annotated[float, Field(gt=0, le=1, description=_SHARE_OF_PEAK)]
+    attention: Annotated[float, Field(gt=0, le=1, description=_SHARE_OF_PEAK)]
     memory: Annotated[float, Field(gt=0, le=1, description=_SHARE_OF_PEAK)]
     source: _Source
 
 
-PEAK = Reached(products=1.0, memory=1.0, source="the peaks themselves")
+PEAK = Reached(products=1.0, attention=1.0, memory=1.0, source="the peaks themselves")
 
 
 class Together(ProfileFigures):
@@ -214,7 +215,7 @@ class DeviceProfile(ProfileFigures):
     overhead: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
     sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
     levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
-    reached: Reached = Field(default=PEAK, description="an object with products, memory and source")
+    reached: Reached = Field(default=PEAK, description="an object with products, attention, memory and source")
     together: Together = Field(default=ALONE, description="an object with computing, communicating and queued")
     operators: tuple[OperatorRates, ...] = Field(default=(), description=_OPERATORS)
 

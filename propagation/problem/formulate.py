@@ -286,6 +286,7 @@ class _Formulation:
             by_batch=batched is not None and rule is not None and any(rule.carries_leading(batched)[:1]),
             rates=rates_of(node, self.settings.profile),
             looks_up=node.target in LOOKUPS,
+            name=operator_name(node),
         )
         options = operator_options(call, self.settings)
         if self._follows(node, rule):

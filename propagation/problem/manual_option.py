@@ -107,7 +107,8 @@ def _work(its: TracedManual, inside: Collection[Value], settings: Settings) -> t
         passes = 1.0 + (BACKWARD_FACTOR if reached else 0.0)
         rates = rates_of(node, settings.profile)
         measured = rates.forward if rates else None
-        seconds += passes * float(operator_seconds(computed, moved, results[0].dtype, settings.profile, measured, kept))
+        dtype, name = results[0].dtype, str(node.target)
+        seconds += passes * float(operator_seconds(computed, moved, dtype, settings.profile, measured, kept, name))
         flops += passes * computed
         held += kept if reached else 0
     return seconds, flops, held

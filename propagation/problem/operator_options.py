@@ -52,6 +52,7 @@ class OperatorCall:
     by_batch            it splits its leading dim if the settings prefer that
     rates               its measured rates
     looks_up            it reads only as much of its first operand as its result has
+    name                of the operator
     """
 
     rule: Rule | None
@@ -67,6 +68,7 @@ class OperatorCall:
     by_batch: bool
     rates: OperatorRates | None = None
     looks_up: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +262,7 @@ def _seconds(
         table = call.operands[0].held[rows.operands[0]]
         read = looked_up(moved, table, results, call.results[0].last_dim(rows.results[0]))
     if rates is None:
-        again = operator_seconds(flops, read, call.dtype, profile)
+        again = operator_seconds(flops, read, call.dtype, profile, name=call.name)
         return again, (_backward_passes(call, rule) if call.differentiated else 0.0) * again
     again = operator_seconds(flops, read, call.dtype, profile, rates.forward, results)
     if not call.differentiated:

@@ -313,8 +313,9 @@ class Meter:
         dtype = next((tensor.dtype for tensor in _tensors(self.values[node])), torch.float32)
         rates = rates_of(node, self.profile, lambda operand: self.values[operand].shape)
         measured = rates.forward if rates else None
-        seconds = operator_seconds(flops, moved, dtype, self.profile, measured, written)
-        return Work(COMPUTE, float(seconds), kind=str(node.target))
+        name = str(node.target)
+        seconds = operator_seconds(flops, moved, dtype, self.profile, measured, written, name)
+        return Work(COMPUTE, float(seconds), kind=name)
 
     def figures(self, node: fx.Node) -> tuple[int, int, int]:
         """The floating-point operations of an operator, the bytes it reads and writes, and of these those it writes."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from . import gpus, interfaces, security
 from .certificates import Certificates, Identity, contexts_of, pem_of
 from .door import secret
-from .launchers import SCHEDULER, Launch, is_local, number, simulated, tell_ready
+from .launchers import SCHEDULER, Launch, host_name, is_local, number, simulated, tell_ready
 from .process import before_shutdown, meet, meet_by_scheduler
 from .scheduler import AGAIN, seconds_of, versions
 from .worker import leave
@@ -32,6 +32,7 @@ __all__ = [
     "before_shutdown",
     "contexts_of",
     "gpus",
+    "host_name",
     "interfaces",
     "is_local",
     "leave",

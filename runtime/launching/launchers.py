@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import zlib
 from collections.abc import Mapping
@@ -143,6 +144,12 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 def simulated() -> int | None:
     """The number of virtual devices that the environment asks for; None if it asks for none."""
     return number(SIMULATE, 1) if SIMULATE in os.environ else None
+
+
+def host_name() -> str:
+    """The name of this process's host in its job. Hosts may share a name, as containers and network namespaces do, but
+    not torchrun's agent: its number is part of the name."""
+    return "/".join([socket.gethostname(), *filter(None, [os.environ.get("GROUP_RANK")])])
 
 
 def number(name: str, least: int, environment: Mapping[str, str] | None = None) -> int:

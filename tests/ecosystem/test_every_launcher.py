@@ -110,12 +110,12 @@ class Place:
         assert [process.returncode for process in ended] == [0] * len(ended), ended
 
     @contextmanager
-    def hosts(self) -> Iterator[tuple[namespaces.Host, namespaces.Host]]:
-        """Two hosts, which the test does without where there are none."""
+    def hosts(self, number: int) -> Iterator[tuple[namespaces.Host, ...]]:
+        """Hosts, which the test does without where there are none."""
         if why := namespaces.unavailable():
             pytest.skip(why)
-        with namespaces.two_hosts() as pair:
-            yield pair
+        with namespaces.several_hosts(number) as hosts:
+            yield hosts
 
     def run_on(self, *tasks: tuple[namespaces.Host, Sequence[str], Mapping[str, str]]) -> None:
         started = [host.start(command, {**self.environment, **more}, self.folder) for host, command, more in tasks]
@@ -150,27 +150,52 @@ def partway_run(place: Place) -> None:
     place.run([*PARTWAY, "--workers", "4", place.script[1]])
 
 
-def partway_run_on_two_hosts(place: Place) -> None:
-    with place.hosts() as pair:
-        command = [*PARTWAY, "--workers", "2", "--nodes", "2", "--meet", "one:29400", place.script[1]]
-        place.run_on(*((host, command, {}) for host in pair))
+def partway_run_on(number: int, each: int) -> Callable[[Place], None]:
+    """The command that `partway run --hosts` prints, on each host."""
+
+    def run(place: Place) -> None:
+        with place.hosts(number) as hosts:
+            names = ",".join(host.name for host in hosts)
+            asked = [*PARTWAY, "--hosts", names, "--workers", str(each), place.script[1]]
+            said = subprocess.run(asked, env=dict(place.environment), capture_output=True, text=True, check=True).stdout
+            *_, command = said.strip().splitlines()
+            program, verb, *arguments = command.split()
+            assert (program, verb) == ("partway", "run")
+            place.run_on(*((host, [*PARTWAY, *arguments], {}) for host in hosts))
+
+    return run
 
 
-def roles(host: str, port: int) -> list[dict[str, str]]:
-    """The variables of a scheduler and four workers."""
-    given = {"MS_WORKER_NUM": "4", "MS_SCHED_HOST": host, "MS_SCHED_PORT": str(port)}
-    return [{**given, "MS_ROLE": "MS_SCHED"}, *({**given, "MS_ROLE": "MS_WORKER"} for _ in range(4))]
+def torchrun_on(number: int, each: int) -> Callable[[Place], None]:
+    def run(place: Place) -> None:
+        with place.hosts(number) as hosts:
+            agent = [*TORCHRUN, f"--nnodes={number}", f"--nproc-per-node={each}", "--master-addr=one"]
+            place.run_on(*(
+                (host, [*agent, f"--node-rank={node}", "--master-port=29500", place.script[1]], {})
+                for node, host in enumerate(hosts)
+            ))  # fmt: skip
+
+    return run
+
+
+def roles(host: str, port: int, workers: int = 4) -> list[dict[str, str]]:
+    """The variables of a scheduler and its workers."""
+    given = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": host, "MS_SCHED_PORT": str(port)}
+    return [{**given, "MS_ROLE": "MS_SCHED"}, *({**given, "MS_ROLE": "MS_WORKER"} for _ in range(workers))]
 
 
 def scheduler(place: Place) -> None:
     place.run(place.script, each=roles("127.0.0.1", free_port()))
 
 
-def scheduler_on_two_hosts(place: Place) -> None:
-    with place.hosts() as (one, two):
-        first, *workers = roles(one.address, 6667)
-        given = zip((one, one, two, two), workers, strict=True)
-        place.run_on((one, place.script, first), *((host, place.script, own) for host, own in given))
+def scheduler_on(number: int, each: int) -> Callable[[Place], None]:
+    def run(place: Place) -> None:
+        with place.hosts(number) as hosts:
+            first, *workers = roles(hosts[0].address, 6667, number * each)
+            given = zip([host for host in hosts for _ in range(each)], workers, strict=True)
+            place.run_on((hosts[0], place.script, first), *((host, place.script, own) for host, own in given))
+
+    return run
 
 
 def ray(workers: int) -> Callable[[Place], None]:
@@ -235,33 +260,37 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("torchrun", torchrun, "torchrun", [0, 1, 2, 3]),
     ("torchrun, 2 x 2", torchrun_twice, "torchrun", [0, 1, 0, 1]),
     ("partway run", partway_run, "torchrun", [0, 1, 2, 3]),
-    ("partway run, on two hosts", partway_run_on_two_hosts, "torchrun", [0, 1, 0, 1]),
     ("the scheduler", scheduler, "the scheduler", [0, 1, 2, 3]),
-    ("the scheduler, on two hosts", scheduler_on_two_hosts, "the scheduler", None),
     ("Ray Train, 2 workers", ray(2), "torchrun", [0, 1]),
     ("Ray Train, 4 workers", ray(4), "torchrun", [0, 1, 2, 3]),
     ("mpirun of Open MPI", open_mpi, "mpirun (Open MPI)", [0, 1, 2, 3]),
     ("mpiexec of MPICH", mpich, "mpirun (MPICH or Intel MPI)", [0, 1, 2, 3]),
     ("Slurm's variables", slurms_variables, "srun (Slurm)", [0, 1, 2, 3]),
     ("srun", srun, "srun (Slurm)", [0, 1, 2, 3]),
+    *(
+        pytest.param(f"{name}, {hosts} hosts x {each}", on(hosts, each), launcher, locals_, marks=pytest.mark.hosts)
+        for hosts, each, locals_ in ((2, 1, [0, 0]), (2, 2, [0, 1, 0, 1]), (4, 1, [0, 0, 0, 0]))
+        for name, on, launcher in (
+            ("torchrun", torchrun_on, "torchrun"), ("partway run", partway_run_on, "torchrun"),
+            ("the scheduler", scheduler_on, "the scheduler"),
+        )
+    ),
 ])  # fmt: skip
 def test_a_launcher_has_the_losses_of_one_process(
-    name: str, run: Callable[[Place], None], launcher: str, locals_: list[int] | None, expected: list[float],
-    tmp_path: Path,
+    name: str, run: Callable[[Place], None], launcher: str, locals_: list[int], expected: list[float], tmp_path: Path
 ) -> None:  # fmt: skip
     start = time.perf_counter()
     ranks = told(run, tmp_path)
     took = time.perf_counter() - start
-    size = 2 if "2 workers" in name else 4
+    size = len(locals_)
     assert [one["rank"] for one in ranks] == list(range(size))
     assert {(one["size"], one["devices"], one["launcher"]) for one in ranks} == {(size, size, launcher)}
-    if locals_ is not None:
+    if "hosts" in name:  # whose order is that in which their processes come
+        hosts = sorted({one["host"] for one in ranks})
+        assert len(hosts) == locals_.count(0)
+        assert [one["local"] for host in hosts for one in ranks if one["host"] == host] == locals_
+    else:
         assert [one["local"] for one in ranks] == locals_
-    else:  # ranks are given in the order in which workers come
-        for host in ("one", "two"):
-            assert [one["local"] for one in ranks if one["host"] == host] == [0, 1]
-    if "two hosts" in name:
-        assert sorted(one["host"] for one in ranks) == ["one", "one", "two", "two"]
     apart = max(abs(float(loss) - right) for one in ranks for loss, right in zip(one["losses"], expected, strict=True))
     sys.stdout.write(f"\n| {name} | {apart:.1e} | {took:.0f} s |\n")
     assert apart < 1e-12

@@ -336,7 +336,7 @@ def test_a_full_disk_is_named(launcher: str, tmp_path: Path) -> None:
 def hosts() -> Iterator[tuple[namespaces.Host, namespaces.Host]]:
     if why := namespaces.unavailable():
         pytest.skip(why)
-    with namespaces.two_hosts() as pair:
+    with namespaces.several_hosts(2) as pair:
         yield pair
 
 

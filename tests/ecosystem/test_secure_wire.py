@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from namespaces import Host, finished, two_hosts, unavailable
+from namespaces import Host, finished, several_hosts, unavailable
 
 PATTERN = b"partway!"  # eight bytes: a float64
 TRAIN = """
@@ -112,7 +112,7 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
     if reason:
         pytest.skip(reason)
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
-    with two_hosts() as hosts:
+    with several_hosts(2) as hosts:
         keys = [subprocess.run(["wg", "genkey"], capture_output=True, text=True, check=True).stdout for _ in hosts]
         public = [
             subprocess.run(["wg", "pubkey"], input=key, capture_output=True, text=True, check=True).stdout.strip()

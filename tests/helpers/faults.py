@@ -1,4 +1,4 @@
-"""A job of two workers in which a fault occurs: its outcome, and the time that it takes.
+"""A job of two workers, or more, in which a fault occurs: its outcome, and the time that it takes.
 
 The script trains with `pw.Resume` over a shuffled loader, with dropout, in float64, and records each loss. The file
 `fault` has the fault that occurs in the script. A fault from outside occurs after rank 0 has done step 12.
@@ -61,7 +61,7 @@ STEP, STEPS = @
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 net = nn.Sequential(nn.Linear(16, 32), Reach(), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 4))
-model = pw.shard(net, mesh={"dp": 2}, in_strategy=(("dp", None),))
+model = pw.shard(net, mesh={"dp": pw.get_group_size()}, in_strategy=(("dp", None),))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 x = torch.randn(64, 16)
 data = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
@@ -259,17 +259,18 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def by_the_scheduler(folder: Path, again: int, port: int | None = None, **variables: str) -> Job:
-    """A scheduler and two workers; with `again`, MS_ENABLE_RECOVERY=1."""
+def by_the_scheduler(folder: Path, again: int, port: int | None = None, workers: int = 2, **variables: str) -> Job:
+    """A scheduler and its workers; with `again`, MS_ENABLE_RECOVERY=1."""
     port = port or free_port()
     common = {
-        "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_NODE_TIMEOUT": "6",
+        "MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_NODE_TIMEOUT": "6",
         "MS_TOPO_TIMEOUT": "40", "MS_ENABLE_RECOVERY": str(int(again > 0)), **variables,
     }  # fmt: skip
     command = [sys.executable, "train.py"]
-    workers = {name: (command, {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": name}) for name in ("0", "1")}
+    names = map(str, range(workers))
+    own = {name: (command, {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": name}) for name in names}
     prepare(folder)
-    return Job(folder, {"scheduler": (command, {**common, "MS_ROLE": "MS_SCHED"}), **workers}, again, (port,))
+    return Job(folder, {"scheduler": (command, {**common, "MS_ROLE": "MS_SCHED"}), **own}, again, (port,))
 
 
 def by_torchrun(folder: Path, again: int, **variables: str) -> Job:

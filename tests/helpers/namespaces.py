@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces connected by a cable.
+"""Several hosts on one machine: network namespaces, each connected to a switch by a cable.
 
-Each has its own loopback, addresses, ports, firewall and name. A process in one namespace reaches the other one only
-through the cable, which can be cut. Files and process ids are shared.
+Each has its own loopback, addresses, ports, firewall and name. A process in one namespace reaches another one only
+through their cables, which can be cut, and may have a rate. Files and process ids are shared.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-_FRESH = iter(range(1, 256))  # the network of the next pair, in this process
+_FRESH = iter(range(1, 256))  # the network of the next hosts, in this process
+_NAMES = ("one", "two", "three", "four")
 
 
 @dataclass
 class Host:
-    """One of the two hosts. `space`: its namespace; `address`: on the cable; `device`: its end of the cable."""
+    """A host. `space`: its namespace; `address`: on the cable; `device`: its end of the cable; `switch`: the other
+    one's namespace."""
 
     name: str
     space: str
     address: str
     device: str
+    switch: str
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def command(self, command: Sequence[str]) -> list[str]:
@@ -54,11 +57,17 @@ class Host:
 
     def cut(self) -> None:
         """Disconnect the cable, without notice to processes that wait for messages."""
-        _ip("-n", self.space, "link", "set", self.device, "down")
+        _do("ip", "-n", self.space, "link", "set", self.device, "down")
+
+    def limit(self, rate: str) -> None:
+        """Let the cable carry at most `rate` in each direction, in tc's words ("1gbit"), from now on."""
+        shaped = "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"
+        for space, device in ((self.space, self.device), (self.switch, self.device)):
+            _do("tc", "-n", space, "qdisc", "replace", "dev", device, *shaped)
 
     def mend(self) -> None:
         """Reconnect the cable."""
-        _ip("-n", self.space, "link", "set", self.device, "up")
+        _do("ip", "-n", self.space, "link", "set", self.device, "up")
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
@@ -77,11 +86,11 @@ def finished(process: subprocess.Popen[str], seconds: float = 120) -> subprocess
 @cache
 def unavailable() -> str:
     """Why namespaces are not available here; "" if they are."""
-    for program in ("ip", "unshare"):
+    for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
     try:
-        with two_hosts() as (first, _):
+        with several_hosts(2) as (first, _):
             ended = first.run(["true"])
     except RuntimeError as error:
         return f"network namespaces are not allowed: {error}"
@@ -89,36 +98,42 @@ def unavailable() -> str:
 
 
 @contextmanager
-def two_hosts(debian: bool = False) -> Iterator[tuple[Host, Host]]:
-    """Two hosts, "one" and "two", which reach only each other, by addresses 10.x.0.1 and 10.x.0.2 and by their names.
-    At the end they and the processes started in them are removed.
+def several_hosts(count: int, rate: str = "", debian: bool = False) -> Iterator[tuple[Host, ...]]:
+    """Up to four hosts, "one", "two", ..., which reach only each other, by addresses 10.x.y.1, 10.x.y.2, ... and by
+    their names. At the end they and the processes started in them are removed.
 
+    rate   what each cable carries in each direction (`Host.limit`); "": as much as it can
     debian a host's own name stands for 127.0.1.1, as Debian's installer configures it: gloo binds to the loopback
 
     Raises RuntimeError where namespaces are not allowed.
     """
     number = (os.getpid() * 8 + next(_FRESH)) % 65536
-    net = f"10.{number // 256}.{number % 256}"
-    hosts = [
-        Host(name, f"partway-{number}-{name}", f"{net}.{place}", f"pw{number}-{place}")
-        for place, name in enumerate(("one", "two"), 1)
-    ]
+    net, switch = f"10.{number // 256}.{number % 256}", f"partway-{number}-switch"
+    hosts = tuple(
+        Host(name, f"partway-{number}-{name}", f"{net}.{place}", f"pw{number}-{place}", switch)
+        for place, name in zip(range(1, count + 1), _NAMES, strict=False)
+    )
     with ExitStack() as stack:
+        stack.callback(_delete, switch)
+        _do("ip", "netns", "add", switch)
+        _do("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        _do("ip", "-n", switch, "link", "set", "switch", "up")
         for host in hosts:
             stack.callback(_remove, host)
-            _ip("netns", "add", host.space)
-        first, second = hosts
-        _ip("link", "add", first.device, "netns", first.space, "type", "veth",
-            "peer", "name", second.device, "netns", second.space)  # fmt: skip
-        for host in hosts:
-            _ip("-n", host.space, "address", "add", f"{host.address}/24", "dev", host.device)
+            _do("ip", "netns", "add", host.space)
+            _do("ip", "link", "add", host.device, "netns", host.space, "type", "veth",
+                "peer", "name", host.device, "netns", switch)  # fmt: skip
+            _do("ip", "-n", switch, "link", "set", host.device, "master", "switch", "up")
+            _do("ip", "-n", host.space, "address", "add", f"{host.address}/24", "dev", host.device)
             host.mend()
-            _ip("-n", host.space, "link", "set", "lo", "up")
+            _do("ip", "-n", host.space, "link", "set", "lo", "up")
+            if rate:
+                host.limit(rate)
             names = [f"{'127.0.1.1' if debian and each is host else each.address} {each.name}" for each in hosts]
             folder = Path("/etc/netns", host.space)  # `ip netns exec` mounts it over /etc
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]), encoding="utf-8")
-        yield first, second
+        yield hosts
 
 
 def _remove(host: Host) -> None:
@@ -133,7 +148,7 @@ def _remove(host: Host) -> None:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
-    subprocess.run(["ip", "netns", "delete", host.space], capture_output=True, check=False)
+    _delete(host.space)
     shutil.rmtree(Path("/etc/netns", host.space), ignore_errors=True)
 
 
@@ -142,7 +157,11 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+def _delete(space: str) -> None:
+    subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

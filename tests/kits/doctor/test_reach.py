@@ -225,7 +225,7 @@ def test_two_hosts(fault: str) -> None:
     that the other does not reach; or a rank never comes."""
     if why := namespaces.unavailable():
         pytest.skip(why)
-    with namespaces.two_hosts(debian=fault == "debian") as hosts:
+    with namespaces.several_hosts(2, debian=fault == "debian") as hosts:
         given = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
         own = {**given, "RANK": "1"}
         if fault == "other net":

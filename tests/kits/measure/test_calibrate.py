@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from scripts import free_port, run_script
 from typer.testing import CliRunner
 
 import partway as pw
 from partway.commands.cli import app
 from partway.measure import calibrate as module
-from partway.measure.calibrate import calibrate
+from partway.measure.calibrate import calibrate, completed, ranks_on_hosts
 from partway.measure.collectives import (
     CALLS,
     KINDS,
@@ -23,10 +28,11 @@ from partway.measure.collectives import (
     fit,
     group_sizes,
     groups_of,
+    groups_on,
     over_ranks,
     together,
 )
-from partway.propagation.cost.cost import collective_seconds, steps
+from partway.propagation.cost.cost import collective_seconds, costs_over, steps
 from partway.propagation.cost.profile import ALONE, DeviceProfile, Together, profile_of
 from partway.strategy import Mesh, RuntimeStateError, StrategyError
 from partway.strategy.placement import Kind
@@ -38,7 +44,7 @@ PAYLOADS = (1 << 10, 1 << 15, 1 << 20, 1 << 24)
 
 def sample(kind: Kind, size: int, payload: int) -> Sample:
     """What a machine takes whose launch is 50 us."""
-    return Sample(kind, size, payload, 5e-5 + steps(kind, size) * LATENCY[kind] + payload / RATE[size])
+    return Sample(kind, (size,), payload, 5e-5 + steps(kind, size) * LATENCY[kind] + payload / RATE[size])
 
 
 def samples(*sizes: int) -> list[Sample]:
@@ -84,14 +90,16 @@ def test_the_fit_finds_the_figures_that_the_times_were_made_of() -> None:
 def test_with_one_group_size_the_times_come_out_right() -> None:
     measured = samples(2)
     found = fit(measured)
+    costs = costs_over([found.level("here", "a test", None)], (2,))
     for s in measured:
-        assert found.seconds(s.kind, s.size, s.payload) == pytest.approx(s.seconds)
+        waiting, per_byte = costs[s.kind]
+        assert waiting + per_byte * s.payload == pytest.approx(s.seconds)
     assert found.launch > 0
     assert min(found.latency.values()) > 0
 
 
 def test_a_fit_is_never_negative() -> None:
-    measured = [Sample(Kind.ALL_GATHER, 2, payload, payload * 1e-9 - 1e-7) for payload in PAYLOADS]
+    measured = [Sample(Kind.ALL_GATHER, (2,), payload, payload * 1e-9 - 1e-7) for payload in PAYLOADS]
     found = fit(measured)
     assert found.launch == 0
     assert found.latency == {Kind.ALL_GATHER: 0}
@@ -99,7 +107,7 @@ def test_a_fit_is_never_negative() -> None:
 
 
 def test_where_more_bytes_take_no_longer_the_largest_payload_gives_the_bandwidth() -> None:
-    measured = [Sample(Kind.ALL_GATHER, 2, payload, 1e-3 - payload * 1e-12) for payload in PAYLOADS]
+    measured = [Sample(Kind.ALL_GATHER, (2,), payload, 1e-3 - payload * 1e-12) for payload in PAYLOADS]
     assert fit(measured).bandwidth == {(Kind.ALL_GATHER, 2): PAYLOADS[-1] / measured[-1].seconds}
 
 
@@ -116,9 +124,9 @@ def test_the_groups_of_a_size_are_those_along_the_axes_of_a_mesh() -> None:
 
 
 def test_a_collective_takes_what_its_ranks_take_on_average() -> None:
-    first, last = Sample(Kind.ALL_GATHER, 2, 1024, 3e-3), Sample(Kind.ALL_GATHER, 2, 1024, 1e-3)
-    other = Sample(Kind.ALL_REDUCE, 2, 1024, 5e-3)
-    assert over_ranks([[first, other], [last]]) == (Sample(Kind.ALL_GATHER, 2, 1024, 2e-3), other)
+    first, last = Sample(Kind.ALL_GATHER, (2,), 1024, 3e-3), Sample(Kind.ALL_GATHER, (2,), 1024, 1e-3)
+    other = Sample(Kind.ALL_REDUCE, (2,), 1024, 5e-3)
+    assert over_ranks([[first, other], [last]]) == (Sample(Kind.ALL_GATHER, (2,), 1024, 2e-3), other)
 
 
 def test_what_runs_together_is_slowed_down_by_as_much_as_was_lost() -> None:
@@ -136,6 +144,100 @@ def test_what_a_collective_waits_that_has_queued_is_told_by_the_means() -> None:
     rows = [InARow(alone=3.0, queued=1.0), InARow(alone=1.0, queued=0.0)]
     assert together([], rows) == Together(computing=1.0, communicating=1.0, queued=0.25)
     assert together([], [InARow(alone=1.0, queued=1.5)]) == ALONE  # noise
+
+
+# -- Several hosts ---------------------------------------------------------------------------------------------------
+
+INSIDE = Fit(2e-5, dict.fromkeys(KINDS, 1e-5), dict.fromkeys([(kind, 2) for kind in KINDS], 4e9))
+BETWEEN = Fit(9e-5, LATENCY, {(kind, n): rate / 8 for kind in KINDS for n, rate in RATE.items()})
+
+
+def on_hosts(*sizes: tuple[int, int], between: Fit = BETWEEN) -> list[Sample]:
+    """What hosts of these figures take."""
+    levels = [INSIDE.level("inside", "a test", 2), between.level("between", "a test", None)]
+    costs = {each: costs_over(levels, each) for each in sizes}
+    return [
+        Sample(kind, each, payload, costs[each][kind][0] + payload * costs[each][kind][1])
+        for kind in KINDS for each in sizes for payload in PAYLOADS
+    ]  # fmt: skip
+
+
+def test_groups_lie_inside_a_host_or_have_one_rank_on_each_or_are_all_ranks() -> None:
+    assert dict(groups_on(2, 2)) == {
+        (2, 1): (((0, 1), (2, 3)),), (1, 2): (((0, 2), (1, 3)),), (2, 2): (((0, 1, 2, 3),),),
+    }  # fmt: skip
+    assert dict(groups_on(2, 4))[2, 1] == (
+        ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)),
+    )  # fmt: skip
+    assert dict(groups_on(4, 2))[1, 2] == (
+        ((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)),
+    )  # fmt: skip
+    assert [sizes for sizes, _ in groups_on(4, 2)] == [(2, 1), (1, 2), (1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(1, 4), (4, 1)])
+def test_one_host_and_hosts_with_one_rank_have_one_level(hosts: int, each: int) -> None:
+    assert dict(groups_on(hosts, each)) == {(2,): groups_of(2, 4), (4,): groups_of(4, 4)}
+
+
+def test_the_figures_between_hosts_are_found_from_times_that_include_those_inside() -> None:
+    found = fit(on_hosts((1, 2), (1, 4), (2, 4)), INSIDE.level("inside", "a test", 2))
+    assert found.launch == pytest.approx(9e-5)
+    assert found.latency == pytest.approx(LATENCY)
+    assert found.bandwidth == pytest.approx(BETWEEN.bandwidth)
+
+
+def test_bytes_that_take_longer_inside_say_nothing_of_the_link_between_hosts() -> None:
+    fast = Fit(9e-5, LATENCY, {(kind, n): 1e12 for kind in KINDS for n in RATE})
+    inside = INSIDE.level("inside", "a test", 2)
+    found = fit(on_hosts((1, 2), (1, 4), (2, 4), between=fast), inside)
+    assert found.bandwidth == pytest.approx(fast.bandwidth)
+    assert found.latency == pytest.approx(LATENCY)
+
+
+def test_hosts_are_told_by_the_names_of_the_ranks_in_order() -> None:
+    assert ranks_on_hosts(["a", "a", "b", "b"]) == (2, 2)
+    assert ranks_on_hosts(["a"] * 3) == (1, 3)
+    assert ranks_on_hosts(["a", "b"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("names", "found"), [
+    (["a", "a", "a", "b"], "3 ranks on a, 1 rank on b"),
+    (["a", "b", "a", "b"], "1 rank on a, 1 rank on b, 1 rank on a, 1 rank on b"),
+])  # fmt: skip
+def test_hosts_with_unequal_or_mixed_ranks_are_refused(names: list[str], found: str) -> None:
+    with pytest.raises(RuntimeStateError) as error:
+        ranks_on_hosts(names)
+    assert str(error.value) == (
+        f"in the order of the ranks there are {found}; a profile describes hosts with as many ranks on each, numbered "
+        "host after host: start as many on each, in this order"
+    )
+
+
+# -- A preset for the rest ---------------------------------------------------------------------------------------------
+
+
+def test_a_preset_adds_its_levels_that_join_more_devices_than_were_measured() -> None:
+    nvlink, infiniband = profile_of("h100").levels
+    node = INSIDE.level("nccl", "a test", 8)
+    found = completed([node], 8, profile_of("h100"))
+    assert found[0] == node
+    assert found[1].model_dump(exclude={"source"}) == infiniband.model_dump(exclude={"source"})
+    assert (
+        found[1].source == f"not measured, which takes more than 8 devices; from the preset h100: {infiniband.source}"
+    )
+    four = completed([INSIDE.level("nccl", "a test", 4)], 4, profile_of("h100"))
+    assert [level.devices for level in four] == [4, 8, None]
+    assert [level.devices for level in completed([INSIDE.level("nccl", "a test", 3)], 3, profile_of("h100"))] == [
+        3,
+        None,
+    ]
+    assert [level.name for level in completed([], 1, profile_of("h100"))] == [nvlink.name, infiniband.name]
+
+
+def test_a_measured_level_of_any_number_of_devices_joins_those_that_were_measured() -> None:
+    found = completed([INSIDE.level("gloo", "a test", None)], 2, profile_of("h100"))
+    assert [(level.name, level.devices) for level in found] == [("gloo", 2), ("nvlink", 8), ("infiniband", None)]
 
 
 # -- The profile -----------------------------------------------------------------------------------------------------
@@ -161,14 +263,65 @@ def test_a_calibration_writes_a_profile_that_plans_can_be_priced_by(tiny: None, 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_the_profile_predicts_what_the_fit_does(tiny: None) -> None:
+def test_the_residuals_are_those_of_the_costs_of_plans(tiny: None) -> None:
     found = calibrate(quick=True)
     mesh = Mesh({"x": 2})
-    assert found.fit is not None
     assert len(found.samples) == len(found.residuals) == 8
-    for s in found.samples:
+    for s, off in zip(found.samples, found.residuals, strict=True):
         seconds = collective_seconds(s.kind, s.payload, mesh, ("x",), found.profile)
-        assert seconds == pytest.approx(found.fit.seconds(s.kind, 2, s.payload))
+        assert seconds == pytest.approx(s.seconds * (1 + off))
+
+
+UNDER_A_LAUNCHER = """
+import sys
+from partway.commands.cli import app
+from partway.measure import calibrate
+
+calibrate.QUICK = calibrate.Effort((1 << 10, 1 << 18), 2, copied=1 << 16, product=1e-5, probes=lambda times: ())
+app(["calibrate", "--quick", "--out", "here.json"])
+"""
+
+
+@pytest.mark.gloo
+def test_under_a_launcher_its_processes_measure_and_the_first_one_writes_a_level_for_each_kind_of_link(
+    tmp_path: Path,
+) -> None:
+    """Two agents of torchrun stand for two hosts, though they are on one."""
+    (tmp_path / "measure.py").write_text(UNDER_A_LAUNCHER, encoding="utf-8")
+    shared = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [{**shared, "RANK": str(r), "LOCAL_RANK": str(r % 2), "GROUP_RANK": str(r // 2)} for r in range(4)]
+    with ThreadPoolExecutor() as pool:
+        first, *others = pool.map(lambda own: run_script(["measure.py"], tmp_path, own), ranks)
+    assert [ended.returncode for ended in (first, *others)] == [0] * 4, (first, others)
+    assert "wrote here.json" in first.stdout
+    assert [ended.stdout for ended in others] == [""] * 3
+    inside, between = profile_of(tmp_path / "here.json").levels
+    assert (inside.name, inside.devices) == ("gloo inside a host", 2)
+    assert (between.name, between.devices) == ("gloo between hosts", None)
+    assert "groups of 2 of a host, measured by partway calibrate with 4 processes on 2 hosts on a CPU" in inside.source
+    assert between.source.startswith("groups on 2 hosts, with one rank on each, and all ranks, measured by")
+    for among in ("2 on a host", "2 hosts", "2 on each of 2 hosts"):
+        assert re.search(rf"all_reduce +{among} +256 KB", first.stdout), first.stdout
+    assert "gloo between hosts: launch" in first.stdout
+
+
+@pytest.mark.gloo
+def test_a_launcher_says_how_many_processes_there_are() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeStateError) as error:
+            calibrate(3)
+    finally:
+        dist.destroy_process_group()
+    assert str(error.value) == "processes is 3, and the launcher started 1 process; leave it out"
+
+
+def test_one_process_completes_the_preset_that_is_named(tiny: None, tmp_path: Path) -> None:
+    code, output = command("--quick", "--processes", "1", "--preset", "h100", "--out", str(tmp_path / "one.json"))
+    assert code == 0, output
+    found, preset = profile_of(tmp_path / "one.json"), profile_of("h100")
+    assert [level.bandwidth for level in found.levels] == [level.bandwidth for level in preset.levels]
+    assert found.peak != preset.peak
 
 
 def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Path) -> None:
@@ -262,8 +415,3 @@ def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_measured(
     path = str(tmp_path / out)
     said = f"partway calibrate: cannot write {path!r}; give the path of a file in a folder that exists\n"
     assert command("--out", path) == (2, said)
-
-
-def test_a_fit_tells_the_time_of_any_payload() -> None:
-    found = Fit(1e-5, {Kind.ALL_REDUCE: 1e-6}, {(Kind.ALL_REDUCE, 4): 1e9})
-    assert found.seconds(Kind.ALL_REDUCE, 4, 1e6) == pytest.approx(1e-5 + 6e-6 + 1e-3)

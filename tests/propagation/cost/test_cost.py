@@ -11,9 +11,11 @@ from partway.propagation.cost.cost import (
     Level,
     collective_cost,
     collective_seconds,
+    costs_over,
     looked_up,
     operator_seconds,
     ranks_by_level,
+    sent_by_level,
     steps,
     update_seconds,
     wire_bytes,
@@ -142,6 +144,16 @@ def test_an_all_reduce_over_2048_ranks_waits_for_fewer_messages_than_there_are_r
 def test_messages_from_rank_to_rank_cross_with_what_other_nodes_lack():
     waiting = 1e-5 + 7 * 2e-6 + 31 * 1e-6
     assert cost(Kind.ALL_TO_ALL, (32, 8), NODES) == pytest.approx((waiting, 31 / 32 / 1e9))
+
+
+def test_each_level_carries_the_share_of_the_bytes_that_the_levels_inside_leave():
+    assert sent_by_level(Kind.ALL_REDUCE, (2, 4)) == (1, 0.875)
+    assert sent_by_level(Kind.ALL_REDUCE, (2, 4), (False, True)) == (1, 0.75)
+    assert sent_by_level(Kind.ALL_GATHER, (2, 4)) == (0.5, 0.4375)
+    assert sent_by_level(Kind.ALL_TO_ALL, (2, 4)) == (0.5, 0.75)
+    assert sent_by_level(Kind.ALL_GATHER, (1, 4)) == (0, 0.75)
+    two = Mesh({"x": 16}), ("x",), NODES
+    assert costs_over(NODES.levels, (8, 2))[Kind.ALL_GATHER] == collective_cost(Kind.ALL_GATHER, *two)
 
 
 def test_the_busiest_level_sets_the_pace():

@@ -16,7 +16,7 @@ import pytest
 import slurm
 from scripts import free_port, run_script
 
-from partway.runtime.launching.launchers import Launch, first_host, launch, started, tell_ready
+from partway.runtime.launching.launchers import Launch, first_host, host_name, launch, started, tell_ready
 from partway.strategy import RuntimeStateError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -67,6 +67,14 @@ def test_each_launcher_is_read() -> None:
         assert found is not None
         assert (found.rank, found.size, found.local_rank, found.host) == (rank, size, local, host)
         assert 20000 <= found.port < 32768
+
+
+def test_hosts_of_one_name_are_told_apart_by_the_agents_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    assert host_name() == "here"
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert host_name() == "here/1"
 
 
 def test_what_ray_started_is_no_task_of_what_started_ray() -> None:
