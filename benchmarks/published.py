@@ -29,10 +29,11 @@ What the residuals say of the package's prices (2026-11-29):
   of the steps of torchtitan's rows. Here the readers of reduced gradients run last.
 * Groups of gradients are copied into one buffer; presets have no price for it. Here it counts.
 * Tensor parallelism over two nodes (tp16) is predicted at 0.74: collectives run at the pace of the busiest level.
-* The two halves have the same sources and models. A source of which no row is fitted (`--hold`) is predicted worse: 1.06
-  for Megatron-LM of 2020 and 1.13 for torchtitan, on A100; 1.45 for nanotron, whose rows alone have tensor parallelism
-  on H100 80GB. What is fitted, and how, was changed after the rows to judge had been seen.
-* tau is mostly that of different sequence lengths and microbatches, since these rows differ more in them than in layout.
+* The two halves have the same sources and models. A source of which no row is fitted (`--hold`) is predicted worse:
+  1.06 for Megatron-LM of 2020 and 1.13 for torchtitan, on A100; 1.45 for nanotron, whose rows alone have tensor
+  parallelism on H100 80GB. What is fitted, and how, was changed after the rows to judge had been seen.
+* tau is mostly that of different sequence lengths and microbatches, since these rows differ more in them than in
+  layout.
 * Float32 logits and their gradient, which the program does not hold, are 10 to 25 % of the memory that is printed.
 """
 
