@@ -147,9 +147,13 @@ class Calibration:
         table = Table("collective", "ranks", "payload", "measured", "fitted", "off", box=SIMPLE_HEAD, show_edge=False)
         for s, off in zip(self.samples, self.residuals, strict=True):
             table.add_row(
-                s.kind, _among(s.sizes), f"{s.payload / 1024:,.0f} KB", _ms(s.seconds), _ms(self._predicted(s)),
+                s.kind,
+                _among(s.sizes),
+                f"{s.payload / 1024:,.0f} KB",
+                _ms(s.seconds),
+                _ms(self._predicted(s)),
                 f"{100 * off:+.0f} %",
-            )  # fmt: skip
+            )
         console.print(table)
         both = self.profile.together
         console.print(

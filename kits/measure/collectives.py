@@ -104,9 +104,13 @@ class Fit:
         }
         latency = {kind.value: seconds for kind, seconds in self.latency.items()}
         return NetworkLevel(
-            name=name, source=source, devices=devices, launch=self.launch,
-            bandwidth=bandwidth, latency=latency,  # type: ignore[arg-type]
-        )  # fmt: skip
+            name=name,
+            source=source,
+            devices=devices,
+            launch=self.launch,
+            bandwidth=bandwidth,  # type: ignore[arg-type]
+            latency=latency,  # type: ignore[arg-type]
+        )
 
 
 # -- Measuring ----------------------------------------------------------------------------------------------------
@@ -316,10 +320,15 @@ def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None) -> Fit:
         for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
             largest = max((s for s in samples if (s.kind, s.sizes[-1]) == ring), key=_at_this_level)
             bandwidth[ring] = 1 / per_byte if per_byte > 0 else _at_this_level(largest) / largest.seconds
-        before, inner = inner, np.array([
-            per_byte * s.payload > _at_this_level(s) / bandwidth[s.kind, s.sizes[-1]]
-            for s, (_, per_byte) in zip(samples, known, strict=True)
-        ])  # fmt: skip
+        before, inner = (
+            inner,
+            np.array(
+                [
+                    per_byte * s.payload > _at_this_level(s) / bandwidth[s.kind, s.sizes[-1]]
+                    for s, (_, per_byte) in zip(samples, known, strict=True)
+                ]
+            ),
+        )
         if (inner == before).all():
             break
     return Fit(float(solution[0]), latency, bandwidth)
