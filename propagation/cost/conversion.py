@@ -396,7 +396,9 @@ def _coefficients(
         sent = [(way, wider if phase and is_reduction(way) else 1) for phase, way in enumerate(ways)]
         steps.append((i, j, (*sent, sent[0]) if again else sent))
     collectives = {way for _, _, ways in steps for way, _ in ways if way.communicates}
-    local = dict.fromkeys((Kind.PAD, Kind.KEEP), (0.0, weights.compute / profile.memory_bandwidth))
+    local = dict.fromkeys(
+        (Kind.PAD, Kind.KEEP), (0.0, weights.compute / (profile.reached.memory * profile.memory_bandwidth))
+    )
     sizes = [mesh.size(*axes) for axes in sets]
     every = [collective_costs(mesh, axes, profile) for axes in sets]
     payloads = [shares_of(collectives, size) for size in sizes]
