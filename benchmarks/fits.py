@@ -71,7 +71,8 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import collective_cost
 from partway.propagation.graph.nodes import module_path, operator_name
 from partway.propagation.memory.backward_memory import timeline
-from partway.propagation.memory.keeping import CHEAP, Fate, KeepProblem, keep_problem
+from partway.propagation.memory.fates import KEPT
+from partway.propagation.memory.keeping import CHEAP, KeepProblem, keep_problem
 from partway.propagation.memory.needs import needs_of
 from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
 from partway.propagation.problem.problem import SearchProblem, Vertex, VertexKind
@@ -258,7 +259,7 @@ def followed(problem: SearchProblem, again: Again) -> KeepProblem:
         if block is not None and (again is Again.BLOCKS or (again is Again.HALF and block % 2 == 0)):
             whole.add(i)
         is_again = i in whole or (block is not None and _is_again(vertex, again, products[block]))
-        fates = tuple(fate for fate in every.facts[i].fates if fate is not Fate.KEPT)
+        fates = tuple(fate for fate in every.facts[i].fates if fate is not KEPT)
         facts.append(replace(every.facts[i], fates=fates) if is_again and i not in leaves and fates else free.facts[i])
     barred = (
         (never_again, never_kept or (edge.consumer in whole and not free.at_hand[edge.producer]))
@@ -338,7 +339,7 @@ def _priced(keep: KeepProblem, price: float, strategies: tuple[int, ...] | None 
     prices[-1:] = price
     costs = keep.costs(prices, more)
     found = eliminate_in(costs, affordable(costs, elimination_order(costs, TABLE_LIMIT)))
-    kept = keep.read_off(found.choice, prices, more)
+    kept = keep.read_off(found.choice, prices, np.asarray(more)[list(keep.stretches)] if np.ndim(more) else more)
     held = timeline(keep, kept)
     choice = strategies or kept.choice
     solution = Solution(choice, kept.cost, -math.inf, found.width, keeping=kept.keeping, held=held)

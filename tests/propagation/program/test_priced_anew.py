@@ -225,8 +225,10 @@ def test_the_claim_holds_for_every_objective_and_setting(level: Level, changes: 
 
 @pytest.mark.parametrize("name", ["convnet", "gpt2"])
 def test_a_plan_within_a_limit_claims_what_it_computes_and_sends_again_too(name: str) -> None:
-    # on an H100 a small network sends more rather than compute a convolution again: each launch counts
-    problem = formulate(graph_of(name), settings_on((2, 4), profile="cpu" if name == "convnet" else "h100"), {})
+    settings = settings_on((2, 4))
+    if name == "convnet":  # too small to compute anything again where each launch counts
+        settings = replace(settings, profile=settings.profile.model_copy(update={"overhead": 0.0}))
+    problem = formulate(graph_of(name), settings, {})
     free = within_memory(problem, dynamic_programming(problem))
     assert free.held
     limited = replace(problem, settings=replace(problem.settings, memory_limit=0.6 * free.held.peak))
