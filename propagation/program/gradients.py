@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...strategy.placement import PARTIAL, placement_from_code
+from ...strategy.placement import PARTIAL, Kind, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import is_port
 from ..graph.port import Role
@@ -22,18 +22,21 @@ aten = torch.ops.aten
 
 def reduce_in_float32(program: Program) -> Program:
     """`program` with every sum over ranks of a parameter's gradient in bfloat16 or float16 taken in float32. The result
-    is rounded once, unless it becomes float32 anyway, as under autocast."""
+    is rounded once, unless it becomes float32 anyway, as under autocast. A part that nothing but the caller reads is
+    rounded at the end, so that the backward goes on while it is being summed."""
     if program.backward is None:
         return program
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.backward.graph, {}))
-    wider = _Wider()
+    wider, end = _Wider(), graph.output_node()
     for node in [node for node in graph.find_nodes(op="call_function", target=convert) if _is_wide(node, program)]:
         operand, *how = node.args
         with graph.inserting_before(node):
             raised = _cast(graph, operand, wider[operand.meta["val"]])
             reduced = graph.call_function(convert, (raised, *how))
             reduced.meta["val"] = wider[node.meta["val"]]
+        scattered = kind_of(str(how[0]), str(how[1])) is Kind.REDUCE_SCATTER
+        with graph.inserting_before(end if scattered and set(node.users) == {end} else node):
             rounded = _cast(graph, reduced, node.meta["val"])
         for user in [user for user in node.users if user.target is aten._to_copy.default]:
             if user.meta["val"].dtype is SUMMED_IN:

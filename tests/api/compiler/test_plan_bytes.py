@@ -164,3 +164,19 @@ def test_sums_of_narrow_gradients_are_priced_in_the_dtype_that_is_sent(wide: boo
     )
     (summed,) = compiled.plan.collectives
     assert (summed.dtype, summed.payload_bytes) == (("float32", 4 * 64**2) if wide else ("bfloat16", 2 * 64**2))
+
+
+def test_a_part_that_is_summed_in_float32_is_rounded_when_the_backward_has_ended() -> None:
+    """A cast behind each sum would make the backward wait for it."""
+    with torch.device("meta"):
+        layers = (nn.Linear(4096, 4096, bias=False).bfloat16() for _ in range(3))
+        model, x = nn.Sequential(*layers), torch.empty(65536, 4096, dtype=torch.bfloat16)
+    split = {"*.weight": ("dp", None)}
+    compiled = pw.compile(
+        model, (x,), mesh={"dp": 8}, in_strategy=(("dp", None),), out_strategy=(("dp", None),), parameter_plan=split
+    )
+    lines = [line for line in str(compiled.program).split("backward\n")[1].splitlines() if ": " in line]
+    rounded = [i for i, line in enumerate(lines) if "_to_copy" in line and "dtype=bfloat16" in line]
+    products = [i for i, line in enumerate(lines) if ".mm." in line]
+    assert len(rounded) == 3
+    assert min(rounded) > max(products)
