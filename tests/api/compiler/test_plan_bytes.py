@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from random_examples import examples
 from torch import nn
@@ -138,7 +138,15 @@ def sent(collectives: Any) -> Counter[tuple[str, str]]:
     return bytes_by_kind
 
 
+# A gather that the search repeated for a view which nothing computed again reads.
+REPEATED = Case(
+    layers=("Attention", "Residual", "Attention"), dtype="float16", autocast=True, mesh=(2, 4), split=(0, 0),
+    options=(("reshard_after_forward", True),), algo=(("recompute", "all"),), level=2,
+)  # fmt: skip
+
+
 @given(CASES)
+@example(REPEATED)
 @examples(20)
 def test_a_plan_sends_what_its_program_sends(case: Case) -> None:
     pw.reset_auto_parallel_context()
