@@ -26,6 +26,7 @@ CHECKOUT = Path(os.environ.get("PARTWAY_CHECKOUT", TESTS.parent))
 
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
+propagation/capture/test_masks.py                propagation/capture/rewrites: masks
 propagation/plan/test_plan_files.py              propagation/plan: forms
 api/compiler/test_captures.py                    propagation/plan: stored_graph
 runtime/test_loaded.py                           runtime/ranks: doing

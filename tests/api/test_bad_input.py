@@ -1073,7 +1073,8 @@ PROFILES = [
         lambda _: pw.set_auto_parallel_context(device_profile="nowhere.json"),
         (
             "device_profile: no device profile 'nowhere.json': there is no such file, and the presets are a100, "
-            "ascend910, cpu, h100, h200; write one of them or the path of a file that `partway calibrate` wrote",
+            "a100_40, ascend910, b200, cpu, h100, h200, mi300x; write one of them or the path of a file that `partway "
+            "calibrate` wrote",
         ),
         pw.ContextError,
     ),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...torch_internals import OpOverload
+from ...torch_internals import OpOverload, schema_of
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -41,7 +41,7 @@ def drop_masks(module: fx.GraphModule) -> None:
     """Write attention with a causal mask, or one that hides nothing, without the mask (in place)."""
     masks = _Masks(module)
     for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
-        names = [argument.name for argument in ATTENTION._schema.arguments]
+        names = [argument.name for argument in schema_of(ATTENTION).arguments]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         mask = given.get("attn_mask")
         if not isinstance(mask, fx.Node) or given.get("is_causal") or not _is_square(node, mask):
@@ -111,7 +111,7 @@ class _Masks:
             return None
         if not all(isinstance(size, int) for size in made.shape) or made.numel() > SMALL:
             return None
-        if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if schema_of(node.target).is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         if node.target in _UNDEFINED or any(self.value(operand) is None for operand in node.all_input_nodes):
             return None
@@ -120,10 +120,8 @@ class _Masks:
         return result if isinstance(result, Tensor) and result.device.type == "cpu" else None
 
 
-_UNDEFINED = {
-    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
-    aten.new_empty_strided.default,
-}  # fmt: skip
+_EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+_UNDEFINED = {getattr(getattr(aten, name), overload) for name in _EMPTY for overload in getattr(aten, name).overloads()}
 
 
 def _pattern_of(value: Tensor) -> Pattern | None:

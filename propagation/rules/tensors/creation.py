@@ -21,10 +21,13 @@ def _expand_copy(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _made_by(maker: Any) -> Expansion:
-    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`. Empty tensors lose their strides, too."""
+    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`. An empty tensor whose strides are not those
+    of its shape stays: what is drawn into it is drawn in the order of its memory."""
 
-    def expansion(b: Builder, node: fx.Node) -> fx.Node:
+    def expansion(b: Builder, node: fx.Node) -> fx.Node | None:
         like = value(node)
+        if maker is aten.empty.memory_format and not like.is_contiguous():
+            return None
         number = [node.args[-1]] if maker is aten.full.default else []
         return b(maker, list(like.shape), *number, dtype=like.dtype, device=like.device)
 

@@ -233,7 +233,8 @@ def test_a_plan_comes_back_from_its_file_as_it_was(compiled: pw.Compiled, tmp_pa
     loaded = pw.Plan.load(path)
     assert loaded == compiled.plan
     assert loaded.table() == compiled.plan.table()
-    assert loaded.summary() == compiled.plan.summary()
+    totals, _ = str(compiled.plan.summary()).split("\nwith fully_use_devices=False ")  # which needs the model
+    assert str(loaded.summary()) == totals
     assert loaded.explain("blocks.0", alternatives=0) == compiled.plan.explain("blocks.0", alternatives=0)
     assert all(type(c.kind) is type(d.kind) for c, d in zip(loaded.collectives, compiled.plan.collectives, strict=True))
 

@@ -230,8 +230,9 @@ def test_an_operator_takes_the_time_of_its_operations_and_of_its_bytes():
 
 
 def test_the_shares_that_a_device_reaches_make_its_operators_slower():
-    half = profile_with(reached={"products": 0.5, "memory": 0.25, "source": "a test"})
+    half = profile_with(reached={"products": 0.5, "attention": 0.125, "memory": 0.25, "source": "a test"})
     assert operator_seconds(1e12, 1e11, torch.float32, half) == 2.0 + 4.0
+    assert operator_seconds(1e12, 1e11, torch.float32, half, name="aten._scaled_dot_product") == 8.0 + 4.0
 
 
 def test_an_optimizer_reads_and_writes_a_parameter_and_its_states_and_reads_the_gradient():

@@ -28,10 +28,10 @@ def test_every_vertex_has_a_fate():
     [
         (Candidate(fixed=True, able=True, allowed=True), (KEPT,)),
         (Candidate(marked=True, able=True, allowed=True), (AGAIN,)),
-        (Candidate(able=True, allowed=True), (KEPT, AGAIN, GONE)),
+        (Candidate(able=True, allowed=True), (KEPT, GONE, AGAIN)),
         (Candidate(able=True, allowed=True, read=True), (KEPT, AGAIN)),
         (Candidate(able=True, read=True), (KEPT,)),
-        (Candidate(view=True, able=True), (AGAIN, GONE)),
+        (Candidate(view=True, able=True), (GONE, AGAIN)),
         (Candidate(view=True, read=True), (KEPT,)),
     ],
 )

@@ -43,8 +43,9 @@ def test_what_costs_more_than_a_plan_on_another_mesh_is_searched_for_no_further(
         monkeypatch.setattr(module, "within_memory", None)
     else:
         monkeypatch.setattr(module, "dynamic_programming", None)
-    found = verify_solution(problem, search(problem, mode, below=whole.bound))
-    assert found.cost >= whole.bound
+    below = whole.bound * (1 - 1e-9)  # sums in another order differ in their last digits
+    found = verify_solution(problem, search(problem, mode, below=below))
+    assert found.cost >= below
     assert found.keeping is None
 
 
