@@ -16,7 +16,7 @@ from partway.strategy.basics.files import FOREIGN, is_foreign, save
 from partway.strategy.errors import PartwayError, RuntimeStateError
 
 # The words of completion. They are repeated here, because completion must not import torch.
-PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")
+PROFILES = ("a100", "a100_40", "ascend910", "b200", "cpu", "h100", "h200", "mi300x")
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 DEVICES = ("cpu", "cuda")
 MODELS = ("gpt2", "mlp", "resnet50")
