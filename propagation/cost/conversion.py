@@ -394,11 +394,10 @@ def _coefficients(
         if stay_split and ways[0] is Kind.PAD:  # padding and summing amounts to a gather
             continue
         sent = [(way, wider if phase and is_reduction(way) else 1) for phase, way in enumerate(ways)]
-        steps.append((i, j, (*sent, sent[0]) if again else sent))
-    collectives = {way for _, _, ways in steps for way, _ in ways if way.communicates}
-    local = dict.fromkeys(
-        (Kind.PAD, Kind.KEEP), (0.0, weights.compute / (profile.reached.memory * profile.memory_bandwidth))
-    )
+        steps.append((i, j, [*sent, sent[0]] if again else sent))
+    collectives = {way for _, _, sent in steps for way, _ in sent if way.communicates}
+    copying = weights.compute / (profile.reached.memory * profile.memory_bandwidth)
+    local = dict.fromkeys((Kind.PAD, Kind.KEEP), (0.0, copying))
     sizes = [mesh.size(*axes) for axes in sets]
     every = [collective_costs(mesh, axes, profile) for axes in sets]
     payloads = [shares_of(collectives, size) for size in sizes]
@@ -410,11 +409,11 @@ def _coefficients(
         prices = local | collective
         fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
         np.fill_diagonal(fixed, 0.0)
-        for i, j, ways in steps:
-            if len(axes) > 1 and not any(way in collective for way, _ in ways):
+        for i, j, sent in steps:
+            if len(axes) > 1 and not any(way in collective for way, _ in sent):
                 continue
             fixed[i, j] = _STEP
-            for way, times in ways:
+            for way, times in sent:
                 seconds, per_byte = prices.get(way, (0.0, 0.0))
                 fixed[i, j] += seconds
                 linear[i, j] += times * per_byte

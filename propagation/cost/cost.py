@@ -234,7 +234,8 @@ def update_seconds(held: ArrayLike, states: float, profile: DeviceProfile) -> ND
     """The predicted time of an optimizer's step on a parameter of which a device holds `held` bytes, and `states` as
     many bytes of the optimizer's states: a fused step reads all and the gradient, and writes all but the gradient. (A
     launch serves many parameters, and is not counted.)"""
-    written = (1 + states) * np.asarray(held)
+    held = np.asarray(held, dtype=np.float64)
+    written = (1 + states) * held
     rates = profile.rates_of(POINTWISE)
     measured = rates.forward.model_copy(update={"call": 0.0}) if rates else None
     alone = profile.model_copy(update={"overhead": 0.0})

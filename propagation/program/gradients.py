@@ -48,7 +48,8 @@ def reduce_in_float32(program: Program) -> Program:
 
 def _is_wide(node: fx.Node, program: Program) -> bool:
     """Whether a conversion of the backward is a sum over ranks of a 16-bit gradient of a parameter."""
-    _, source, target, *_, tag = node.args
+    arguments: tuple[Any, ...] = node.args
+    _, source, target, *_, tag = arguments
     adds = is_reduction(kind_of(str(source), str(target))) and placement_from_code(str(source)) == PARTIAL
     return adds and program.conversions[tag].wider > 1
 

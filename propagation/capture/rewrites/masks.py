@@ -210,8 +210,7 @@ def _not(masks: _Masks, node: fx.Node) -> Pattern | None:
 
 def _one_value(masks: _Masks, node: fx.Node) -> Pattern | None:
     """A new tensor of one number."""
-    at = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}.get(node.target)
-    return masks.pattern(node.args[at]) if at is not None else None
+    return masks.pattern(node.args[2 if node.target is aten.new_full.default else 1])
 
 
 def _ones(number: float) -> Callable[[_Masks, fx.Node], Pattern | None]:
