@@ -181,7 +181,8 @@ class ConversionTable:
         last = len(self.shape) - 1
         size = self.shape[-1] if self.shape else 1
         parts = self.parts(last)[codes] if self.shape else np.ones(len(codes), dtype=np.intp)
-        return np.asarray(-(-size // parts) * float(self.itemsize))
+        rows: Floats = -(-size // parts) * np.float64(self.itemsize)
+        return rows
 
     def local_bytes(self, placed: Layout) -> float:
         """The bytes of one rank's part."""

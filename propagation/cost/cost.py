@@ -245,9 +245,10 @@ def update_seconds(held: ArrayLike, states: float, profile: DeviceProfile) -> ND
 def looked_up(moved: ArrayLike, table: ArrayLike, results: ArrayLike, row: ArrayLike) -> NDArray[np.float64]:
     """The bytes that a lookup moves: of the table only the rows in its results, of at least a LINE each. `moved`: with
     the whole table of `table` bytes; `row`: the bytes of a row."""
-    results = np.asarray(results)
-    read = np.minimum(results * np.maximum(LINE / np.maximum(row, 1), 1.0), np.maximum(table, results))
-    return np.asarray(moved - np.asarray(table) + read)
+    moved, table, results, row = (np.asarray(each, dtype=np.float64) for each in (moved, table, results, row))
+    read = np.minimum(results * np.maximum(LINE / np.maximum(row, 1.0), 1.0), np.maximum(table, results))
+    found: NDArray[np.float64] = moved - table + read
+    return found
 
 
 # -- The choice of a profile's rates for a call

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from ...torch_internals import OpOverload, schema_of
 
@@ -115,7 +116,7 @@ class _Masks:
             return None
         if node.target in _UNDEFINED or any(self.value(operand) is None for operand in node.all_input_nodes):
             return None
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+        args, kwargs = map_arg((node.args, node.kwargs), self.value)
         result = node.target(*args, **kwargs)
         return result if isinstance(result, Tensor) and result.device.type == "cpu" else None
 
