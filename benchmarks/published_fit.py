@@ -34,12 +34,12 @@ class Sheet:
 
 
 SHEETS = {
-    "A100 40GB": Sheet("a100", 312e12, 1.555e12, 40e9, 8, 300e9, 25e9),
+    "A100 40GB": Sheet("a100_40", 312e12, 1.555e12, 40e9, 8, 300e9, 25e9),
     "A100 80GB": Sheet("a100", 312e12, 2.039e12, 80e9, 8, 300e9, 25e9),
     "H100 80GB": Sheet("h100", 989e12, 3.35e12, 80e9, 8, 450e9, 50e9),
     "H100 96GB": Sheet("h100", 989e12, 2.4e12, 96e9, 8, 450e9, 50e9),
     "H200": Sheet("h200", 989e12, 4.8e12, 141e9, 8, 450e9, 50e9),
-    "B200": Sheet("h200", 2250e12, 8e12, 180e9, 8, 900e9, 50e9),
+    "B200": Sheet("b200", 2250e12, 8e12, 180e9, 8, 900e9, 50e9),
     "V100 32GB": Sheet("a100", 125e12, 0.9e12, 32e9, 16, 150e9, 12.5e9),
 }
 
@@ -71,8 +71,11 @@ class Figures:
         inside = inside.model_copy(update=_level(self.nvlink * SHEETS[kind].nvlink, self.nvlink_latency))
         across = across.model_copy(update=_level(self.network * SHEETS[kind].network, self.network_latency))
         together = profile.together.model_copy(update={"computing": self.beside})
-        profile = profile.model_copy(update={"levels": (inside, across), "together": together})
-        return Prices(profile, self.products, self.attention, self.memory, self.overhead, additive=True, lanes=lanes)
+        reached = profile.reached.model_copy(
+            update={"products": self.products, "attention": self.attention, "memory": self.memory}
+        )
+        figures = {"levels": (inside, across), "together": together, "reached": reached, "overhead": self.overhead}
+        return Prices(profile.model_copy(update=figures), lanes)
 
 
 NAMES = tuple(Figures.__dataclass_fields__)

@@ -41,6 +41,7 @@ FUSED_BY_COMPILERS = (
     "part", "partway.class_terms.default", "partway.class_terms_backward.default",
 )  # fmt: skip
 PRODUCT, ATTENTION, OTHER = 0, 1, 2  # classes of kernels
+NAMES = ("aten.mm.default", "aten.scaled_dot_product_attention.default", "")  # an operator of each class
 
 
 # -- Prices ------------------------------------------------------------------------------------------------------------
@@ -48,42 +49,23 @@ PRODUCT, ATTENTION, OTHER = 0, 1, 2  # classes of kernels
 
 @dataclass(frozen=True)
 class Prices:
-    """The figures of a GPU and its network that are fitted, over those of a profile (data sheets).
+    """The prices of a GPU and its network.
 
-    products, attention   the shares of the peak that matrix products and attention reach
-    memory                the share of the memory's bandwidth
-    overhead              seconds per kernel
-    additive              the time of an operator is the sum of the times of its operations and of its bytes; if not, it
-                          is what the package computes from the profile alone
+    profile    the package's, of a preset or with other figures
     lanes      collectives of different axes run at the same time (published_lanes.py), not on the package's one lane
     """
 
     profile: DeviceProfile
-    products: float = 1.0
-    attention: float = 1.0
-    memory: float = 1.0
-    overhead: float = 0.0
-    additive: bool = False
     lanes: bool = False
 
     def seconds(self, kernels: Kernels) -> Floats:
         """The seconds of each kernel."""
         found = np.zeros(len(kernels.flops))
-        for dtype in set(kernels.dtypes.tolist()):
-            here = kernels.dtypes == dtype
-            found[here] = self._of_dtype(kernels, here, getattr(torch, DTYPES[dtype]))
+        for dtype, kind in {*zip(kernels.dtypes.tolist(), kernels.classes.tolist(), strict=True)}:
+            here = (kernels.dtypes == dtype) & (kernels.classes == kind)
+            name, figures = NAMES[kind], (kernels.flops[here], kernels.moved[here])
+            found[here] = operator_seconds(*figures, getattr(torch, DTYPES[dtype]), self.profile, name=name)
         return found
-
-    def _of_dtype(self, kernels: Kernels, here: NDArray[np.bool_], dtype: torch.dtype) -> Floats:
-        flops, moved = kernels.flops[here], kernels.moved[here]
-        if not self.additive:
-            return operator_seconds(flops, moved, dtype, self.profile)
-        shares = np.array([self.products, self.attention, 1.0])[kernels.classes[here]]
-        bare = self.profile.model_copy(update={"overhead": 0.0})
-        computing = operator_seconds(flops, 0.0, dtype, bare) / shares
-        moving = operator_seconds(0.0 * flops, moved, dtype, bare) / self.memory
-        total: Floats = self.overhead + computing + moving
-        return total
 
     def collective(self, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, float]:
         """The seconds of a collective, and those of each byte of its payload."""
@@ -358,7 +340,7 @@ class Step:
                 one, other = (sum(each[place] for each in graphs) for graphs in (last, rest))
                 found.append(one + (count - 1) * other)
         seconds, computing = (self.extrapolated(*found) for found in (ends, kernels))
-        optimizer = self.optimizer_bytes / (prices.profile.memory_bandwidth * prices.memory)
+        optimizer = self.optimizer_bytes / (prices.profile.memory_bandwidth * prices.profile.reached.memory)
         return Prediction(seconds + optimizer, computing, seconds - computing, optimizer)
 
     @property
