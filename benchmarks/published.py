@@ -22,11 +22,6 @@ What the residuals say of the package's prices (2026-11-29):
 * Small models and short kernels need the sum, and about 1 to 2 us for each kernel.
 * While collectives run, kernels reach about half to three quarters of their speed: without that, small microbatches
   (fsdp32 with two sequences) and many nodes are predicted 10 % too fast.
-* One communication lane for all axes makes tensor parallelism wait for gathers and reductions over dp: the 405B on
-  16 x 8 is predicted at 1.18 of the measured time, and at 0.99 with a lane for each set of axes (`--lanes`); a Llama of
-  8.86B on 32 x 8 at 1.47 and 1.17.
-* Reduced gradients are cast back to bfloat16 right behind their reduce_scatter, which the schedule waits for: 3 to 7 %
-  of the steps of torchtitan's rows. Here the readers of reduced gradients run last.
 * Groups of gradients are copied into one buffer; presets have no price for it. Here it counts.
 * Tensor parallelism over two nodes (tp16) is predicted at 0.74: collectives run at the pace of the busiest level.
 * The two halves have the same sources and models. A source of which no row is fitted (`--hold`) is predicted worse:
@@ -81,7 +76,7 @@ def by_package(kind: str) -> Prices:
     return Prices(profile_of_sheet(SHEETS[kind]))
 
 
-def fit(steps: Sequence[Step], lanes: bool = False) -> dict[str, Figures]:
+def fit(steps: Sequence[Step]) -> dict[str, Figures]:
     """The figures of each family of GPUs that has rows, by the rows to fit. A family with fewer rows than figures has
     those of a related one, except the share of the peak."""
     found: dict[str, Figures] = {}
@@ -91,7 +86,7 @@ def fit(steps: Sequence[Step], lanes: bool = False) -> dict[str, Figures]:
     for name, own in sorted(by_family.items(), key=lambda item: -len(item[1])):
         like = next((figures for other, figures in found.items() if other[:4] == name[:4]), Figures())
         free = ["products"] if len(own) < len(NAMES) else FITTED
-        found[name] = fitted(own, like, free, lanes)
+        found[name] = fitted(own, like, free)
     return found
 
 
@@ -289,9 +284,6 @@ def main(
     fits: Annotated[bool, typer.Option("--fit", help="fit the figures of each kind of GPU")] = False,
     hold: Annotated[str, typer.Option(help="fit no row of the sources whose name contains this")] = "",
     all_rows: Annotated[bool, typer.Option("--all", help="fit all rows, for figures to keep")] = False,
-    lanes: Annotated[
-        bool, typer.Option("--lanes", help="with --fit: a communication lane for each set of axes")
-    ] = False,
     planning: Annotated[bool, typer.Option("--plan/--no-plan", help="plan what the cache lacks")] = True,
     whole: Annotated[int, typer.Option("--check", help="plan this row of the file with all its layers")] = -1,
     cached: Annotated[Path, typer.Option("--cache", help="the ingredients of steps")] = Path("out/published.jsonl"),
@@ -311,9 +303,9 @@ def main(
     package = {step.run.number: step.predicted(by_package(step.run.kind)) for step in steps}
     to_fit, rest = halves(steps)
     to_fit = [s for s in (*to_fit, *(rest if all_rows else ())) if not hold or hold not in s.run.source]
-    figures = fit(to_fit, lanes) if fits else {}
+    figures = fit(to_fit) if fits else {}
     kinds = {step.run.kind for step in steps}
-    prices = {kind: figures[family(kind)].prices(kind, lanes) for kind in kinds if family(kind) in figures}
+    prices = {kind: figures[family(kind)].prices(kind) for kind in kinds if family(kind) in figures}
     found = {s.run.number: s.predicted(prices[s.run.kind]) for s in steps if s.run.kind in prices}
     console = Console(width=250)
     console.print(rows_table(steps, package, found))

@@ -64,8 +64,8 @@ class Figures:
     nvlink_latency: float = 4e-6
     network_latency: float = 1e-5
 
-    def prices(self, kind: str, lanes: bool = False) -> Prices:
-        """The prices of a kind of GPU with these figures; `lanes`: see `Prices`."""
+    def prices(self, kind: str) -> Prices:
+        """The prices of a kind of GPU with these figures."""
         profile = profile_of_sheet(SHEETS[kind])
         inside, across = profile.levels
         inside = inside.model_copy(update=_level(self.nvlink * SHEETS[kind].nvlink, self.nvlink_latency))
@@ -75,7 +75,7 @@ class Figures:
             update={"products": self.products, "attention": self.attention, "memory": self.memory}
         )
         figures = {"levels": (inside, across), "together": together, "reached": reached, "overhead": self.overhead}
-        return Prices(profile.model_copy(update=figures), lanes)
+        return Prices(profile.model_copy(update=figures))
 
 
 NAMES = tuple(Figures.__dataclass_fields__)
@@ -124,7 +124,7 @@ def family(kind: str) -> str:
     return FAMILIES.get(kind, kind)
 
 
-def fitted(steps: Sequence[Step], start: Figures, free: Iterable[str], lanes: bool = False) -> Figures:
+def fitted(steps: Sequence[Step], start: Figures, free: Iterable[str]) -> Figures:
     """The figures that bring predicted over measured seconds of `steps` closest to 1: least squares of the logarithms,
     in which rows far off count less (soft L1 beyond 10 %)."""
     names = list(free)
@@ -134,7 +134,7 @@ def fitted(steps: Sequence[Step], start: Figures, free: Iterable[str], lanes: bo
         return replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     def residuals(x: Floats) -> Floats:
-        prices = {kind: figures(x).prices(kind, lanes) for kind in {step.run.kind for step in steps}}
+        prices = {kind: figures(x).prices(kind) for kind in {step.run.kind for step in steps}}
         own = [np.log(step.predicted(prices[step.run.kind]).seconds / step.run.measured) for step in steps]
         drift = 0.01 * (x - first)  # a figure that no row says anything about stays where it started
         return np.array([*own, *drift])

@@ -1,6 +1,6 @@
 """The seconds and bytes of a published run's step, from its raw ingredients and a profile.
 
-Operators are priced by `operator_seconds`, collectives by `collective_cost`, and `play` runs both on two lanes, all of
+Operators are priced by `operator_seconds`, collectives by `collective_cost`, and `play` runs both on lanes, all of
 the package. Everything else is how the steps of the sources differ from one forward and backward of a program:
 
 * Gradient accumulation runs the forward and backward of a microbatch several times. Collectives of parameters run in
@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import published_lanes
 import torch
 from numpy.typing import NDArray
 from published_plans import MICROBATCH
 from published_rows import Run
 
-from partway.propagation.cost.cost import collective_cost, operator_seconds
+from partway.propagation.cost.cost import collective_cost, operator_seconds, outermost
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.program.schedule import COMMUNICATION, COMPUTE, Work, play
 from partway.strategy import Mesh
@@ -49,14 +48,9 @@ NAMES = ("aten.mm.default", "aten.scaled_dot_product_attention.default", "")  # 
 
 @dataclass(frozen=True)
 class Prices:
-    """The prices of a GPU and its network.
-
-    profile    the package's, of a preset or with other figures
-    lanes      collectives of different axes run at the same time (published_lanes.py), not on the package's one lane
-    """
+    """The prices of a GPU and its network: a profile of the package, of a preset or with other figures."""
 
     profile: DeviceProfile
-    lanes: bool = False
 
     def seconds(self, kernels: Kernels) -> Floats:
         """The seconds of each kernel."""
@@ -130,9 +124,10 @@ class Graph:
                 work[item] = Work(COMPUTE, float(stretches[item.stretch]))
             else:
                 waiting, per_byte = prices.collective(item.message.kind, mesh, item.message.axes)
-                work[item] = Work(COMMUNICATION, waiting, per_byte, int(item.message.payload))
+                level = outermost(mesh, item.message.axes, prices.profile)
+                work[item] = Work(COMMUNICATION, waiting, per_byte, int(item.message.payload), level=level)
         order: Any = [(item,) for item in self.items]
-        _, end = (published_lanes.play if prices.lanes else play)(order, work, prices.profile.together)
+        _, end = play(order, work, prices.profile.together)
         return end, float(each.sum())
 
 

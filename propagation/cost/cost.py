@@ -114,8 +114,16 @@ def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) 
             f"{joined} (levels[{len(profile.levels) - 1}], {profile.levels[-1].name}); use a mesh of at most {joined}, "
             "or a profile with one more level"
         )
-    sizes = ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
-    return costs_over(profile.levels, sizes)
+    return costs_over(profile.levels, _sizes(mesh, axes, profile))
+
+
+def _sizes(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[int, ...]:
+    return ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
+
+
+def outermost(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> int:
+    """The number of the outermost level of the network that joins the group over `axes`; 0 for one rank."""
+    return max((number for number, size in enumerate(_sizes(mesh, axes, profile)) if size > 1), default=0)
 
 
 def costs_over(levels: Sequence[NetworkLevel], sizes: Sequence[int]) -> Mapping[Kind, tuple[float, float]]:

@@ -12,10 +12,11 @@ Five nodes of a graph, in this order, with the seconds that each takes alone:
 The step takes 7 s. Operators run for 5 of them, so 2 s of communication are exposed.
 
 Operators run on the compute lane in the order of the graph. Collectives are issued at their place in the graph and run
-one after another on the communication lane; a queued one has a shorter latency. While both lanes run, each may slow the
-other down by the factors of the profile: on a CPU they share the cores. An operator that reads the result of a
-collective waits for it, and so do all later operators. This is how a rank runs its graph
-(`runtime/executors/execute.py`). The backward starts after the forward has ended.
+one after another on a communication lane; a queued one has a shorter latency. Each level of the network is a lane: a
+sum inside a node does not wait for a gather between nodes, since their process groups use other links. While operators
+and collectives run, each may slow the other down by the factors of the profile: on a CPU they share the cores. An
+operator that reads the result of a collective waits for it, and so do all later operators. This is how a rank runs its
+graph (`runtime/executors/execute.py`). The backward starts after the forward has ended.
 
 The times of operators are those of `propagation/cost/cost.py`, with PyTorch's formulas for the FLOPs of matrix
 products, convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless
@@ -39,7 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from ..cost.cost import LOOKUPS, collective_cost, looked_up, operator_seconds, rates_of
+from ..cost.cost import LOOKUPS, collective_cost, looked_up, operator_seconds, outermost, rates_of
 from ..cost.profile import ALONE, DeviceProfile, Together
 from ..cost.rates import VIEW
 from ..graph.nodes import is_pointwise, is_view, operands
@@ -100,7 +101,8 @@ def predict(graphs: Mapping[str, fx.Graph], mesh: Mesh, profile: DeviceProfile) 
 
 
 class Work(NamedTuple):
-    """The time of a node: `waiting + per_byte * payload + copying` seconds on its lane (None: no time).
+    """The time of a node: `waiting + per_byte * payload + copying` seconds on its lane (None: no time). `level`: the
+    outermost level of the network that a collective uses.
 
     A `late` node waits for nothing: a tensor is taken out of a group only where it is read.
     """
@@ -113,6 +115,7 @@ class Work(NamedTuple):
     kind: str = ""
     axes: tuple[str, ...] = ()
     copying: float = 0.0
+    level: int = 0
 
     @property
     def seconds(self) -> float:
@@ -160,7 +163,7 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together
             lanes.compute(item.seconds)
         elif item.lane == COMMUNICATION:
             payload, copying = (sum(getattr(work[node], name) for node in unit) for name in ("payload", "copying"))
-            number = lanes.send(item.waiting, item.per_byte * payload + copying)
+            number = lanes.send(item.level, item.waiting, item.per_byte * payload + copying)
             waits = frozenset({number})
             of_collectives[number] = len(begun)
         begun.append((unit, start, lanes.clock))
@@ -177,24 +180,26 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together
 
 
 class _Lanes:
-    """The compute lane up to `clock`, and the collectives sent: the first of `under_way` runs, the others wait.
+    """The compute lane up to `clock`, and the collectives sent: of each lane of `under_way` the first runs, the others
+    wait.
 
-    While both lanes run, each has the share `together` of its speed alone.
+    While operators and collectives run, each has the share `together` of its speed alone.
     """
 
     def __init__(self, together: Together) -> None:
-        self.together, self.clock = together, 0.0
+        self.together, self.clock, self.sent = together, 0.0, 0
         self.starts: dict[int, float] = {}
         self.ends: dict[int, float] = {}
-        self.under_way: deque[tuple[int, float]] = deque()  # each with the seconds left, running alone
+        self.under_way: dict[int, deque[tuple[int, float]]] = {}  # each with the seconds left, running alone
 
-    def send(self, waiting: float, moving: float) -> int:
-        """Issue a collective that takes `waiting + moving` seconds alone, and return its number. It begins when the
-        lane is free."""
-        number = len(self.ends) + len(self.under_way)
-        share = self.together.queued if self.under_way else 1.0
-        self.under_way.append((number, share * waiting + moving))
-        if len(self.under_way) == 1:
+    def send(self, level: int, waiting: float, moving: float) -> int:
+        """Issue a collective that takes `waiting + moving` seconds alone on the lane of a level, and return its number.
+        It begins when the lane is free."""
+        number, lane = self.sent, self.under_way.setdefault(level, deque())
+        self.sent += 1
+        share = self.together.queued if lane else 1.0
+        lane.append((number, share * waiting + moving))
+        if len(lane) == 1:
             self.starts[number] = self.clock
         return number
 
@@ -202,30 +207,34 @@ class _Lanes:
         """Run operators that take `seconds` alone."""
         slow, fast = self.together.computing, self.together.communicating
         while self.under_way and seconds > 0.0:
-            number, left = self.under_way[0]
-            passed = min(seconds / slow, left / fast)
-            if left / fast <= passed:
-                self._over(self.clock + passed)
-            else:
-                self.under_way[0] = number, left - passed * fast
-            self.clock += passed
+            passed = min(seconds / slow, self._least() / fast)
+            self._pass(passed, fast)
             seconds = 0.0 if seconds / slow <= passed else seconds - passed * slow
         self.clock += seconds
 
     def wait_for(self, numbers: frozenset[int]) -> None:
         """Keep the compute lane idle until these collectives have ended."""
-        waited = {number for number in numbers if number not in self.ends}
-        while waited:
-            number, left = self.under_way[0]
-            self.clock += left
-            self._over(self.clock)
-            waited.discard(number)
+        while any(number not in self.ends for number in numbers):
+            self._pass(self._least(), 1.0)
 
-    def _over(self, when: float) -> None:
-        number, _ = self.under_way.popleft()
-        self.ends[number] = when
-        if self.under_way:
-            self.starts[self.under_way[0][0]] = when
+    def _least(self) -> float:
+        """The seconds that are left of the collective that ends first."""
+        return min(lane[0][1] for lane in self.under_way.values())
+
+    def _pass(self, passed: float, speed: float) -> None:
+        """Let `passed` seconds pass, in which collectives run with `speed`."""
+        self.clock += passed
+        for level, lane in [*self.under_way.items()]:
+            number, left = lane[0]
+            if left / speed > passed:
+                lane[0] = number, left - passed * speed
+                continue
+            lane.popleft()
+            self.ends[number] = self.clock
+            if lane:
+                self.starts[lane[0][0]] = self.clock
+            else:
+                del self.under_way[level]
 
 
 # -- What each node takes --------------------------------------------------------------------------------------------
@@ -282,7 +291,8 @@ class Meter:
                 for part in _tensors(self.values[operand])
             )
             copying = self._copying(node, before, after)
-            return Work(COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes), copying)
+            level = outermost(self.mesh, tuple(axes), self.profile)
+            return Work(COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes), copying, level)
         if kind is Kind.NOTHING:
             return self._call(node)
         rates = self.profile.rates_of(str(aten.clone.default))  # a part of a tensor, which is copied

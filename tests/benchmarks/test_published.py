@@ -1,14 +1,10 @@
 """The published runs: every row is predicted or has a reason, and formulas agree with what the sources print."""
 
-import published_lanes
 import pytest
 from published_fit import kendall
 from published_plans import MICROBATCH
 from published_rows import rows
-from published_seconds import Item, Message, Way, graph_of, scaled
-
-from partway.propagation.cost.profile import ALONE
-from partway.propagation.program.schedule import COMMUNICATION, COMPUTE, Work
+from published_seconds import Way, graph_of, scaled
 
 RUNS = rows()
 EXPRESSED = [run for run in RUNS if not run.why_not]
@@ -78,18 +74,6 @@ def test_gradients_are_reduced_last_without_overlap():
 def test_no_collective_of_parameters_runs_before_the_last_microbatch():
     graph = graph_of(_columns(), Way(compiled=False, parameters=False))
     assert all(item.message is None for item in graph.items)
-
-
-def test_collectives_of_different_axes_run_at_the_same_time():
-    weights = Item(-1, Message("all_gather", ("fsdp",), 0, "w"), [])
-    inputs = Item(-1, Message("all_gather", ("tp",), 0, ""), [])
-    reader = Item(0, None, [inputs])
-    work = {weights: Work(COMMUNICATION, 4.0), inputs: Work(COMMUNICATION, 1.0), reader: Work(COMPUTE, 2.0)}
-    _, end = published_lanes.play([(weights,), (inputs,), (reader,)], work, ALONE)
-    assert end == pytest.approx(4.0)
-    slowed = ALONE.model_copy(update={"computing": 0.5})
-    _, end = published_lanes.play([(weights,), (inputs,), (reader,)], work, slowed)
-    assert end == pytest.approx(4.5)  # from 1 to 4 the reader does 1.5 of its 2 s
 
 
 def test_kendalls_tau_counts_pairs_in_the_same_order():

@@ -19,7 +19,7 @@ import partway as pw
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.events import Compute, Offer, Send, events_of
 from partway.fusion.fuse import fuse_program
-from partway.propagation.cost.cost import collective_seconds, operator_seconds
+from partway.propagation.cost.cost import collective_seconds, operator_seconds, outermost
 from partway.propagation.cost.profile import Together, profile_of
 from partway.propagation.cost.rates import OperatorRates, Rates
 from partway.propagation.ops.collectives import convert
@@ -97,6 +97,30 @@ def test_a_collective_that_has_queued_waits_for_less():
     assert play([(a,), (b,)], work, together) == ([((a,), 0.0, 6.0), ((b,), 6.0, 9.0)], 9.0)
     work[computed] = Work("compute", 1.0)  # it has waited for the first one, so that the second one finds none
     assert play([(a,), (computed,), (b,)], work, together)[1] == 6.0 + 1.0 + 6.0
+
+
+def test_collectives_on_other_levels_of_the_network_run_at_the_same_time():
+    graph = fx.Graph()
+    weights, inputs = (graph.placeholder(name) for name in ("weights", "inputs"))
+    reader = graph.call_function(operator.neg, (inputs,))
+    work = {
+        weights: Work("communication", 4.0, level=1),
+        inputs: Work("communication", 1.0),
+        reader: Work("compute", 2.0),
+    }
+    order = [(weights,), (inputs,), (reader,)]
+    ran, end = play(order, work)
+    assert ([each[1:] for each in ran], end) == ([(0.0, 4.0), (0.0, 1.0), (1.0, 3.0)], 4.0)
+    assert play(order, work, Together(computing=0.5, communicating=1.0))[1] == 4.5  # 1.5 of 2 s between 1 and 4
+    work[inputs] = Work("communication", 1.0, level=1)  # behind the weights
+    assert play(order, work)[1] == 4.0 + 1.0 + 2.0
+
+
+def test_a_collective_is_on_the_lane_of_the_outermost_level_that_it_uses():
+    mesh, profile = Mesh({"dp": 4, "tp": 8}), profile_of("h100")
+    levels = [outermost(mesh, axes, profile) for axes in (("tp",), ("dp",), ("dp", "tp"))]
+    assert levels == [0, 1, 1]
+    assert outermost(Mesh({"dp": 1, "tp": 8}), ("dp",), profile) == 0
 
 
 @pytest.mark.parametrize("seed", range(30))
