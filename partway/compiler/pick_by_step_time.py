@@ -6,19 +6,25 @@ known only after the step is made and its schedule simulated. So the search runs
 communication, without the latencies of parameters' collectives; the step of each plan is made and simulated, and the
 shortest one wins.
 
-With computation C and communication M on separate lanes, a step takes at least max(C, M), which is at least
-(C + p M) / (1 + p) for every price p. So each of these searches proves a bound: the cost of its optimum over 1 + p.
+Each of these searches also proves a bound. Let C be the seconds of computation and M those of communication, alone, on
+k lanes. In a second of a step in which both run, `computing` of C and at most k * `communicating` of M are done; in any
+other, at most 1 of C or k of M. So a * C + b * M is at most the step, if a * computing + b * k * communicating <= 1,
+a <= 1 and b * k <= 1. With b = p * a for the price p, a times the cost of the optimum is a bound (`least_share`). With
+one lane and no slowdown, a is 1 / (1 + p): the step is at least C, M, and any mean of both.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from partway.compiler.passes import SEARCHING, Around, Draft, applied, lowered, run
 from partway.compiler.replan_within_memory import program_of
-from partway.propagation.cost.cost import Level
+from partway.propagation.cost.cost import Level, outermost
+from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.problem.problem import Settings
 from partway.propagation.search.solution import Ends
+from partway.strategy import Mesh
 
 PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of computing
 ROUNDING = 1 - 1e-9  # a relative difference below this does not count
@@ -31,10 +37,10 @@ def earliest(draft: Draft, around: Around = applied) -> Draft:
     if inputs.request.level != Level.SPEED.value or inputs.replayed is not None or inputs.followed is not None:
         return draft
     best, ends, bound = draft, _end_of(draft, around), 0.0
-    seen = {draft.solution.choice}
+    seen, lanes = {draft.solution.choice}, _lanes(draft.mesh, inputs.profile)
     for price in PRICES:
         tried = run(SEARCHING, replace(draft, settings=_priced(draft, price)), around)
-        bound = max(bound, tried.solution.bound / (1 + price))
+        bound = max(bound, tried.solution.bound * least_share(price, inputs.profile, lanes))
         if tried.solution.choice in seen:
             continue
         seen.add(tried.solution.choice)
@@ -45,10 +51,24 @@ def earliest(draft: Draft, around: Around = applied) -> Draft:
 
 
 def _priced(draft: Draft, price: float) -> Settings:
-    """The settings of `draft` with this price of communication, and parameters in groups."""
-    weights = draft.settings.weights
-    priced = replace(weights, wire=price * weights.wire, latency=price * weights.latency)
+    """The settings of `draft` with this price of communication, with the latencies of collectives that have queued, and
+    parameters in groups."""
+    weights, queued = draft.settings.weights, draft.inputs.profile.together.queued
+    priced = replace(weights, wire=price * weights.wire, latency=price * queued * weights.latency)
     return replace(draft.settings, weights=priced, grouped=True)
+
+
+def least_share(price: float, profile: DeviceProfile, lanes: int) -> float:
+    """The share of C + price * M, computation and communication alone, that every step takes at least."""
+    together = profile.together
+    both = together.computing + price * lanes * together.communicating
+    return min(1.0, 1.0 / (price * lanes), 1.0 / both)
+
+
+def _lanes(mesh: Mesh, profile: DeviceProfile) -> int:
+    """The number of lanes on which collectives over axes of a mesh run."""
+    sets = (axes for count in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, count))
+    return len({outermost(mesh, axes, profile) for axes in sets if mesh.size(*axes) > 1}) or 1
 
 
 def _end_of(draft: Draft, around: Around) -> float:

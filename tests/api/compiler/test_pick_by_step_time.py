@@ -1,16 +1,18 @@
 """Level 2 takes the plan whose step ends first, of those that are cheapest at several prices of communication."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import partway as pw
 from partway.compiler import pick_by_step_time as module
 from partway.compiler.compiled import Compiled
-from partway.propagation.cost.profile import profile_of
+from partway.propagation.cost.profile import Together, profile_of
+from partway.propagation.program.schedule import Work, play
 
 
 class Deep(nn.Module):
@@ -109,3 +111,29 @@ def test_a_step_of_level_2_computes_what_one_device_does(slow_network: str) -> N
     assert sharded.plan.certificate.ends is not None
     for parameter, gradient in zip(model.parameters(), alone, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(("slow", "fast"), [(1.0, 1.0), (0.5, 0.5), (0.54, 1.0), (0.9, 0.2)])
+def test_no_step_ends_before_the_bound_and_some_do_not_end_after_it(slow: float, fast: float, lanes: int) -> None:
+    """Steps of computation and collectives that all run at once, or one after the other, as the schedule plays them."""
+    profile = profile_of("cpu")
+    profile = profile.model_copy(update={"together": Together(computing=slow, communicating=fast)})
+    for price in module.PRICES:
+        share, closest = module.least_share(price, profile, lanes), 0.0
+        for computing, *sent in itertools.product([0.0, 0.1, 1.0, 3.0], repeat=1 + lanes):
+            graph = fx.Graph()
+            nodes = [graph.placeholder(f"n{i}") for i in range(1 + lanes)]
+            work = {nodes[0]: Work("compute", computing)}
+            work |= {n: Work("communication", s, level=i) for i, (n, s) in enumerate(zip(nodes[1:], sent, strict=True))}
+            end = play([(node,) for node in reversed(nodes)], work, profile.together)[1]
+            bound = share * (computing + price * sum(sent))
+            assert bound <= end * (1 + 1e-9)
+            closest = max(closest, bound / end if end else 0.0)
+        assert closest > 0.8
+
+
+def test_groups_on_several_levels_of_the_network_are_several_lanes() -> None:
+    assert module._lanes(pw.Mesh({"dp": 2, "tp": 8}), profile_of("h100")) == 2
+    assert module._lanes(pw.Mesh({"dp": 2, "tp": 4}), profile_of("h100")) == 1
+    assert module._lanes(pw.Mesh({"dp": 1}), profile_of("h100")) == 1
