@@ -26,7 +26,7 @@ from partway.propagation.problem.problem import Settings
 from partway.propagation.search.solution import Ends
 from partway.strategy import Mesh
 
-PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of computing
+PRICES = (1.0, 0.5, 0.2, 0.02)  # of a second of communication, in seconds of computing
 ROUNDING = 1 - 1e-9  # a relative difference below this does not count
 
 
