@@ -34,11 +34,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
 from plan_time import PASSES, SEARCH
+from recipes import followed, is_attention, is_product, pinned
 from script import start
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,13 +69,10 @@ from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import collective_cost
-from partway.propagation.graph.nodes import module_path, operator_name
 from partway.propagation.memory.backward_memory import timeline
-from partway.propagation.memory.fates import KEPT
-from partway.propagation.memory.keeping import CHEAP, KeepProblem, keep_problem
-from partway.propagation.memory.needs import needs_of
+from partway.propagation.memory.keeping import CHEAP, KeepProblem
 from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
-from partway.propagation.problem.problem import SearchProblem, Vertex, VertexKind
+from partway.propagation.problem.problem import SearchProblem, Vertex
 from partway.propagation.search.solution import Solution
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.request import Request
@@ -215,89 +212,17 @@ class Found:
     peak: float
 
 
-def pinned(problem: SearchProblem, modules: Mapping[str, Any]) -> SearchProblem:
-    """`problem`, in which the products of `modules` read what goes into these modules as it is annotated. Annotations
-    alone would allow that it is converted first."""
-    known: dict[object, Any] = {}  # equal products share their options, which makes the search fast
+def followed_by(problem: SearchProblem, again: Again) -> KeepProblem:
+    """`problem` with the fates that `again` leaves."""
 
-    def options(vertex: Vertex) -> Any:
-        path = module_path(vertex.node)
-        strategy = next((plan["in_strategy"][0] for name, plan in modules.items() if fnmatch(path, name)), None)
-        if strategy is None or not _is_product(vertex):
-            return vertex.options
-        key = id(vertex.options), strategy
-        if key not in known:
-            axes = problem.settings.mesh.axes
-            places = [
-                {d for d, split in enumerate(strategy) if split == axis or axis in (split or ())} for axis in axes
-            ]
-            wanted = [{f"S{d}" for d in dims} or {"R", "B"} for dims in places]
-            reads = (tuple(map(str, option.operands[0].placements)) for option in vertex.options)
-            rows = [i for i, codes in enumerate(reads) if all(c in w for c, w in zip(codes, wanted, strict=True))]
-            known[key] = vertex.options.take(rows)
-        return known[key]
+    def whole(block: int) -> bool:
+        return again is Again.BLOCKS or (again is Again.HALF and block % 2 == 0)
 
-    return replace(problem, vertices=tuple(replace(vertex, options=options(vertex)) for vertex in problem.vertices))
+    def is_again(vertex: Vertex, products: int) -> bool:
+        attention = again is Again.ATTENTION and is_attention(vertex)
+        return attention or (again is Again.PRODUCTS and is_product(vertex) and products % 2 == 0)
 
-
-def _is_product(vertex: Vertex) -> bool:
-    return vertex.kind is VertexKind.OPERATOR and operator_name(vertex.node).startswith("aten.linear")
-
-
-def followed(problem: SearchProblem, again: Again) -> KeepProblem:
-    """`problem` with the fates that `again` leaves: of what it computes again AGAIN, or GONE where nothing reads it; of
-    all else what the default leaves while memory suffices. Stretches are blocks. Nothing inside a block that is
-    computed again is kept, what was gathered there included."""
-    needs = needs_of(problem.graph, problem.tensors.flows)
-    free, every = (keep_problem(problem, needs, only_free=only_free) for only_free in (True, False))
-    blocks = [_block(vertex) for vertex in problem.vertices]
-    leaves = {edge.producer for edge in problem.edges if blocks[edge.consumer] != blocks[edge.producer]}
-    products: Counter[int | None] = Counter()
-    facts, whole = [], set[int]()  # `whole`: the vertices of blocks that are computed again
-    for i, (vertex, block) in enumerate(zip(problem.vertices, blocks, strict=True)):
-        products[block] += _is_product(vertex)
-        if block is not None and (again is Again.BLOCKS or (again is Again.HALF and block % 2 == 0)):
-            whole.add(i)
-        is_again = i in whole or (block is not None and _is_again(vertex, again, products[block]))
-        fates = tuple(fate for fate in every.facts[i].fates if fate is not KEPT)
-        facts.append(replace(every.facts[i], fates=fates) if is_again and i not in leaves and fates else free.facts[i])
-    barred = (
-        (never_again, never_kept or (edge.consumer in whole and not free.at_hand[edge.producer]))
-        for edge, (never_again, never_kept) in zip(problem.edges, free.barred, strict=True)
-    )
-    return replace(free, facts=tuple(facts), stretches=_stretches(problem, blocks), barred=tuple(barred))
-
-
-def _is_again(vertex: Vertex, again: Again, products: int) -> bool:
-    """Whether a vertex is computed again where its block is not; `products`: how many matrix products of the block
-    there were so far, this one included."""
-    if vertex.kind is not VertexKind.OPERATOR:
-        return False
-    attention = again is Again.ATTENTION and "scaled_dot_product" in operator_name(vertex.node)
-    return attention or (again is Again.PRODUCTS and _is_product(vertex) and products % 2 == 0)
-
-
-def _block(vertex: Vertex) -> int | None:
-    """The number of the block that a vertex is in."""
-    found = re.search(r"\blayers\.(\d+)\b", module_path(vertex.node)) if vertex.port is None else None
-    return int(found[1]) if found else None
-
-
-def _stretches(problem: SearchProblem, blocks: list[int | None]) -> tuple[int, ...]:
-    """A stretch for what is before the blocks, for each of them, and for what is behind; inputs are in the stretch that
-    reads them first."""
-    last = max((block for block in blocks if block is not None), default=-1)
-    here, numbers = 0, [0] * len(blocks)
-    for i, (vertex, block) in enumerate(zip(problem.vertices, blocks, strict=True)):
-        if vertex.kind is not VertexKind.INPUT:
-            here = max(here, block + 1 if block is not None else last + 2 if here > last else 0)
-            numbers[i] = here
-    readers: dict[int, int] = {}
-    for edge in problem.edges:
-        if problem.vertices[edge.producer].kind is VertexKind.INPUT:
-            first = numbers[edge.consumer]
-            readers[edge.producer] = min(readers.get(edge.producer, first), first)
-    return tuple(readers.get(i, number) for i, number in enumerate(numbers))
+    return followed(problem, whole, is_again)
 
 
 def cheapest(keep: KeepProblem, limit: float) -> Found:
@@ -483,7 +408,7 @@ def _by_recipe(inputs: PlanInputs, mesh: Mesh, again: Again, limit: float) -> Dr
     settings = replace(settings_of(inputs, mesh), memory_limit=None)
     draft = run((*ANNOTATING, *formulating), Draft(inputs, mesh, settings))
     draft = replace(draft, problem=pinned(draft.problem, inputs.request.module_plan or {}))
-    return replace(draft, solution=cheapest(followed(draft.problem, again), limit).solution)
+    return replace(draft, solution=cheapest(followed_by(draft.problem, again), limit).solution)
 
 
 def _row(draft: Draft, limit: float, seconds: Mapping[str, float]) -> Row:

@@ -9,16 +9,14 @@ after differentiation, recomputation and fusion, in which the collectives of a b
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
 import torch
 from published_models import Architecture, LanguageModel
+from recipes import block_of, followed, is_attention, is_product, pinned
 from torch import fx
 
 from partway.annotations.constrain import constrained_modules
@@ -43,17 +41,14 @@ from partway.propagation.graph.nodes import (
     is_pointwise,
     is_view,
     module_path,
-    operator_name,
 )
 from partway.propagation.graph.port import Role
 from partway.propagation.memory.backward_memory import timeline
-from partway.propagation.memory.fates import KEPT
 from partway.propagation.memory.held import Purpose
-from partway.propagation.memory.keeping import KeepProblem, keep_problem
-from partway.propagation.memory.needs import needs_of
+from partway.propagation.memory.keeping import KeepProblem
 from partway.propagation.minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
 from partway.propagation.ops.collectives import convert, convert_group
-from partway.propagation.problem.problem import SearchProblem, Vertex, VertexKind
+from partway.propagation.problem.problem import SearchProblem, Vertex
 from partway.propagation.program.program import Program
 from partway.propagation.program.schedule import COMMUNICATION, Meter
 from partway.propagation.search.solution import Solution
@@ -170,88 +165,23 @@ def request_of(spec: Spec) -> Request:
     return Request(strategies, parameter_plan=parameters, mesh=spec.mesh, module_plan=modules)
 
 
-# -- A recipe as a search problem, as in fits.py -----------------------------------------------------------------------
+# -- A recipe as a search problem --------------------------------------------------------------------------------------
 
 
-def pinned(problem: SearchProblem, modules: Mapping[str, Any]) -> SearchProblem:
-    """`problem`, in which the products of `modules` read their inputs as annotated. Annotations alone would allow a
-    conversion before the product."""
-    known: dict[object, Any] = {}  # equal products share their options, which makes the search fast
-
-    def options(vertex: Vertex) -> Any:
-        path = module_path(vertex.node)
-        strategy = next((plan["in_strategy"][0] for name, plan in modules.items() if fnmatch(path, name)), None)
-        if strategy is None or not _is_product(vertex):
-            return vertex.options
-        key = id(vertex.options), strategy
-        if key not in known:
-            axes = problem.settings.mesh.axes
-            places = [
-                {d for d, split in enumerate(strategy) if split == axis or axis in (split or ())} for axis in axes
-            ]
-            wanted = [{f"S{d}" for d in dims} or {"R", "B"} for dims in places]
-            reads = (tuple(map(str, option.operands[0].placements)) for option in vertex.options)
-            rows = [i for i, codes in enumerate(reads) if all(c in w for c, w in zip(codes, wanted, strict=True))]
-            known[key] = vertex.options.take(rows)
-        return known[key]
-
-    return replace(problem, vertices=tuple(replace(vertex, options=options(vertex)) for vertex in problem.vertices))
-
-
-def _is_product(vertex: Vertex) -> bool:
-    return vertex.kind is VertexKind.OPERATOR and operator_name(vertex.node).startswith("aten.linear")
-
-
-def _block(path: str) -> int | None:
-    """The number of the block that a module is in."""
-    found = re.search(r"\blayers\.(\d+)\b", path)
-    return int(found[1]) if found else None
-
-
-def followed(problem: SearchProblem, again: str) -> KeepProblem:
+def followed_by(problem: SearchProblem, again: str) -> KeepProblem:
     """`problem` in which results that `again` names are not kept, and all others may be."""
-    needs = needs_of(problem.graph, problem.tensors.flows)
-    free, every = (keep_problem(problem, needs, only_free=only_free) for only_free in (True, False))
-    blocks = [_block(module_path(v.node)) if v.port is None else None for v in problem.vertices]
-    leaves = {edge.producer for edge in problem.edges if blocks[edge.consumer] != blocks[edge.producer]}
-    products: Counter[int | None] = Counter()
-    facts, whole = [], set[int]()
-    for i, (vertex, block) in enumerate(zip(problem.vertices, blocks, strict=True)):
-        products[block] += _is_product(vertex)
-        if block is not None and (again == "full" or (again == "every second block" and block % 2 == 0)):
-            whole.add(i)
-        attention = vertex.kind is VertexKind.OPERATOR and "scaled_dot_product" in operator_name(vertex.node)
-        product = _is_product(vertex)
-        saved = attention or (product and products[block] % 2 == 1)  # by torchtitan's selective recomputation
-        selected = block is not None and (
-            (again == "attention" and attention) or (again == "every second product" and not saved)
-        )
-        fates = tuple(fate for fate in every.facts[i].fates if fate is not KEPT)
-        is_again = (i in whole or selected) and i not in leaves and fates
-        facts.append(replace(every.facts[i], fates=fates) if is_again else free.facts[i])
-    barred = tuple(
-        (never_again, never_kept or (edge.consumer in whole and not free.at_hand[edge.producer]))
-        for edge, (never_again, never_kept) in zip(problem.edges, free.barred, strict=True)
-    )
-    stretches = _stretches(problem, blocks)
-    return replace(free, facts=tuple(facts), barred=barred, stretches=stretches)
 
+    def whole(block: int) -> bool:
+        return again == "full" or (again == "every second block" and block % 2 == 0)
 
-def _stretches(problem: SearchProblem, blocks: list[int | None]) -> tuple[int, ...]:
-    """A stretch for what is before the blocks, for each of them, and for what is behind; inputs are in the stretch that
-    reads them first."""
-    last = max((block for block in blocks if block is not None), default=-1)
-    here, numbers = 0, [0] * len(blocks)
-    for i, (vertex, block) in enumerate(zip(problem.vertices, blocks, strict=True)):
-        if vertex.kind is not VertexKind.INPUT:
-            here = max(here, block + 1 if block is not None else last + 2 if here > last else 0)
-            numbers[i] = here
-    readers: dict[int, int] = {}
-    for edge in problem.edges:
-        if problem.vertices[edge.producer].kind is VertexKind.INPUT:
-            first = numbers[edge.consumer]
-            readers[edge.producer] = min(readers.get(edge.producer, first), first)
-    return tuple(readers.get(i, number) for i, number in enumerate(numbers))
+    def is_again(vertex: Vertex, products: int) -> bool:
+        if again == "attention":
+            return is_attention(vertex)
+        # torchtitan's selective recomputation saves attention and every second product
+        saved = is_attention(vertex) or (is_product(vertex) and products % 2 == 1)
+        return again == "every second product" and not saved
+
+    return followed(problem, whole, is_again)
 
 
 def solved(keep: KeepProblem, free_again: bool) -> Solution:
@@ -297,9 +227,9 @@ class _ByBlock:
 
 def _unit(tensor: str) -> object:
     """The unit of a parameter: its block, the embedding, or the output layer with the last norm."""
-    block = _block(tensor)
-    if block is not None:
-        return block
+    number = block_of(tensor)
+    if number is not None:
+        return number
     return "embedding" if "embed" in tensor or "positions" in tensor else "head"
 
 
@@ -347,7 +277,7 @@ def ingredients(spec: Spec) -> dict[str, Any]:
     settings = replace(settings_of(inputs, mesh), memory_limit=None)
     draft = run((*ANNOTATING, *SEARCHING[:1]), Draft(inputs, mesh, settings))
     draft = replace(draft, problem=pinned(draft.problem, request.module_plan or {}))
-    draft = replace(draft, solution=solved(followed(draft.problem, spec.again), spec.free_again))
+    draft = replace(draft, solution=solved(followed_by(draft.problem, spec.again), spec.free_again))
     draft = lowered(draft)
     program = _fused(differentiated_program(inputs, draft.program, differentiated(graph)).program)
     own = [port for port in program.inputs if port.port.role is Role.PARAMETER]
@@ -409,7 +339,7 @@ def _most_held(draft: Draft, program: Program) -> dict[str, float]:
     before the last block ("head"), in that of the last and of the first block, and after it ("end")."""
     held = held_in_step(draft.plan, program)
     rest = sum(held.by_purpose[purpose] for purpose in (Purpose.PARAMETERS, Purpose.OPTIMIZER))
-    blocks = {v.name: _block(module_path(v.node)) for v in draft.problem.vertices if v.port is None}
+    blocks = {v.name: block_of(module_path(v.node)) for v in draft.problem.vertices if v.port is None}
     last = max((block for block in blocks.values() if block is not None), default=0)
     found, here = dict.fromkeys(("forward", "head", "last", "first", "end"), 0.0), "head"
     for moment, size in zip(held.moments, (held.total - rest).tolist(), strict=True):
