@@ -9,29 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from autocasting import AROUND, WAYS, Net
 from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
 
 Ranks = Callable[..., list[Any]]
-WAYS = ("around", "inside", "nested", "both", "off inside")
-AROUND = ("around", "both", "off inside")
-
-
-class Net(nn.Module):
-    def __init__(self, way: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-        self.inside = way in ("inside", "both", "nested")
-        self.off, self.dtype, self.device = way in ("nested", "off inside"), dtype, device
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(self.device, self.dtype, enabled=self.inside or torch.is_autocast_enabled(self.device)):
-            hidden = self.norm(torch.relu(self.a(x)))
-            with torch.autocast(self.device, enabled=not self.off and torch.is_autocast_enabled(self.device)):
-                result: Tensor = self.b(hidden.float() if self.off else hidden)
-        return result
 
 
 def values(model: nn.Module, way: str, dtype: torch.dtype) -> list[Tensor]:
