@@ -150,6 +150,15 @@ def _same(masks: _Masks, node: fx.Node) -> Pattern | None:
     return found if found and (last or found.past == found.future) else None
 
 
+def _cast(masks: _Masks, node: fx.Node) -> Pattern | None:
+    """A copy in another dtype, which may round."""
+    operand, dtype = node.all_input_nodes[0].meta["val"].dtype, node.meta["val"].dtype
+    found = masks.pattern(node.args[0])
+    if found is None or dtype.is_complex or operand.is_complex:
+        return None
+    return Pattern(*(float(torch.tensor(each, dtype=operand).to(dtype)) for each in (found.past, found.future)))
+
+
 def _by_element(function: Callable[[float, float], float]) -> Callable[[_Masks, fx.Node], Pattern | None]:
     def step(masks: _Masks, node: fx.Node) -> Pattern | None:
         a, b = (masks.pattern(each) for each in node.args[:2])
@@ -232,10 +241,8 @@ def _triangle(lower: bool) -> Callable[[_Masks, fx.Node], Pattern | None]:
 _and = _by_element(lambda a, b: float(bool(a) and bool(b)))
 _or = _by_element(lambda a, b: float(bool(a) or bool(b)))
 _STEPS: Mapping[Any, Callable[[_Masks, fx.Node], Pattern | None]] = {
-    **dict.fromkeys(
-        (aten.expand.default, aten.clone.default, aten.alias.default, aten._to_copy.default, aten.unsqueeze.default),
-        _same,
-    ),
+    **dict.fromkeys((aten.expand.default, aten.clone.default, aten.alias.default, aten.unsqueeze.default), _same),
+    aten._to_copy.default: _cast,
     **dict.fromkeys((aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.logical_and.default), _and),
     **dict.fromkeys((aten.bitwise_or.Tensor, aten.__or__.Tensor, aten.logical_or.default), _or),
     **{

@@ -48,6 +48,7 @@ CAUSAL: dict[str, Make] = {
     "filled": lambda x: torch.zeros(N, N, dtype=x.dtype).masked_fill(~compared(x), -torch.inf),
     "the lowest number": lambda x: torch.full((N, N), LOWEST, dtype=x.dtype).triu(1),
     "where": lambda x: torch.where(compared(x), 0.0, -torch.inf).to(x.dtype).expand(x.shape[0], 1, N, N),
+    "rounded": lambda x: torch.ones(N, N, dtype=torch.bool) & torch.where(compared(x), 1.0, 0.5).to(torch.int64).bool(),
     "not triu": lambda x: torch.ones(N, N, dtype=torch.bool).triu(1).logical_not(),
 }
 OPEN: dict[str, Make] = {
