@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from no_networks import no_probes
 from scripts import free_port, run_script
 from typer.testing import CliRunner
 
@@ -58,11 +59,6 @@ def test_every_kind_with_figures_of_its_own_can_be_measured() -> None:
 def priced(**mesh: int) -> DeviceProfile:
     """The profile that a plan on `mesh` is priced by."""
     return pw.compile(torch.relu, (torch.empty(8, 8),), mesh=mesh or {"x": 2}).problem.settings.profile
-
-
-def no_probes(times: int) -> tuple[()]:
-    """No networks, of any size."""
-    return ()
 
 
 @pytest.fixture
