@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.nodes import shape, value
+from ...graph.nodes import draws_random_numbers, shape, value
 from ..builder import Builder, Expansion
 
 aten = torch.ops.aten
@@ -21,12 +21,12 @@ def _expand_copy(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _made_by(maker: Any) -> Expansion:
-    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`. An empty tensor whose strides are not those
-    of its shape stays: what is drawn into it is drawn in the order of its memory."""
+    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`. An empty tensor loses its strides, too,
+    unless random numbers are drawn into it: PyTorch draws them in the order of its memory."""
 
     def expansion(b: Builder, node: fx.Node) -> fx.Node | None:
         like = value(node)
-        if maker is aten.empty.memory_format and not like.is_contiguous():
+        if maker is aten.empty.memory_format and any(map(draws_random_numbers, node.users)):
             return None
         number = [node.args[-1]] if maker is aten.full.default else []
         return b(maker, list(like.shape), *number, dtype=like.dtype, device=like.device)
