@@ -418,5 +418,6 @@ def test_what_a_rank_holds__no_click(shown, plan):
 def test_which_of_two_plans_is_better_and_where_they_differ__no_click(shown):
     text = shown("two.html").inner_text("#compare")
     assert "B is predicted to be faster" in text
-    assert "operators whose strategy differs" in text
-    assert "collectives that only A has" in text
+    assert "Another strategy: linear_1, relu" in text
+    assert "-a step is predicted to take" in text
+    assert "+a step is predicted to take" in text
