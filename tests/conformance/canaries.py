@@ -89,8 +89,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "computation has no price",
         "propagation/cost/cost.py",
-        "np.maximum(computing, moved / profile.memory_bandwidth)", "moved / profile.memory_bandwidth",
-        "propagation/cost/test_cost.py::test_an_operator_is_bound_by_its_operations_or_by_its_memory",
+        "computing / share + moved", "moved",
+        "propagation/cost/test_cost.py::test_an_operator_takes_the_time_of_its_operations_and_of_its_bytes",
     ),
     (
         "the search finds a plan that is not the cheapest one",

@@ -47,7 +47,8 @@ def drop_masks(module: fx.GraphModule) -> None:
         mask = given.get("attn_mask")
         if not isinstance(mask, fx.Node) or given.get("is_causal") or not _is_square(node, mask):
             continue
-        pattern = masks.pattern(mask)
+        with torch.device("cpu"):  # whatever the default device is
+            pattern = masks.pattern(mask)
         causal = pattern is not None and _hides(mask, pattern.future)
         if pattern is None or not _shows(mask, pattern.past) or not (causal or _shows(mask, pattern.future)):
             continue
