@@ -90,7 +90,7 @@ def blocks(kind: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_command_of_the_page_gives_the_loss_of_one_process(tmp_path: Path) -> None:
-    script, load = blocks("python")
+    script, _, load = blocks("python")  # the second is a function of a schedule
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     plain = script.replace("enable_ps=True", "enable_ps=False").replace("pw.ps.save", "pw.save")
     texts = {"python train.py": plain, "python train.py # served": script + load} | dict.fromkeys(blocks("sh"), script)
