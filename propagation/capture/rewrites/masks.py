@@ -40,9 +40,8 @@ class Pattern:
 
 def drop_masks(module: fx.GraphModule) -> None:
     """Write attention with a causal mask, or one that hides nothing, without the mask (in place)."""
-    masks = _Masks(module)
+    masks, names = _Masks(), [argument.name for argument in schema_of(ATTENTION).arguments]
     for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
-        names = [argument.name for argument in schema_of(ATTENTION).arguments]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         mask = given.get("attn_mask")
         if not isinstance(mask, fx.Node) or given.get("is_causal") or not _is_square(node, mask):
@@ -78,8 +77,7 @@ def _hides(mask: fx.Node, value: float) -> bool:
 class _Masks:
     """The patterns of the constant tensors of a module."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self) -> None:
         self.computed: dict[fx.Node, Tensor | None] = {}
         self.patterns: dict[fx.Node, Pattern | None] = {}
 
@@ -197,20 +195,21 @@ def _ascend_alike(row: Tensor, column: Tensor) -> bool:
     return alike and bool((first[1:] > first[:-1]).all())
 
 
-def _where(masks: _Masks, node: fx.Node) -> Pattern | None:
-    condition, a, b = (masks.pattern(each) for each in node.args[:3])
-    if not (condition and a and b):
+def _chosen(condition: Pattern | None, true: Pattern | None, false: Pattern | None) -> Pattern | None:
+    """The pattern of `true` where that of `condition` is true, and of `false` elsewhere."""
+    if not (condition and true and false):
         return None
-    return Pattern(a.past if condition.past else b.past, a.future if condition.future else b.future)
+    return Pattern(true.past if condition.past else false.past, true.future if condition.future else false.future)
+
+
+def _where(masks: _Masks, node: fx.Node) -> Pattern | None:
+    condition, true, false = map(masks.pattern, node.args[:3])
+    return _chosen(condition, true, false)
 
 
 def _filled(masks: _Masks, node: fx.Node) -> Pattern | None:
-    tensor, condition, filling = (masks.pattern(each) for each in node.args[:3])
-    if not (tensor and condition and filling):
-        return None
-    return Pattern(
-        filling.past if condition.past else tensor.past, filling.future if condition.future else tensor.future
-    )
+    tensor, condition, filling = map(masks.pattern, node.args[:3])
+    return _chosen(condition, filling, tensor)
 
 
 def _not(masks: _Masks, node: fx.Node) -> Pattern | None:
