@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType
@@ -103,12 +104,7 @@ class Compiled:
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
         what = f"making a program of {self.name}"
-        with (
-            planning(),
-            torch.inference_mode(False),
-            without_autocast(),
-            telling(what),
-        ):  # inference would record no gradients
+        with _making(), telling(what):
             name = f"program-{_bits(wanted)}"
             heard = self.record.of_program("" if wanted == differentiated(self.graph) else name)
             program = self.entry.fetch(
@@ -119,7 +115,7 @@ class Compiled:
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` with delayed reductions, or None if no gradient can wait."""
-        with planning(), torch.inference_mode(False), without_autocast():
+        with _making():
             name = f"accumulation-{_bits(wanted)}"
             heard = self.record.of_program(name)
             made = self.entry.fetch(
@@ -135,11 +131,18 @@ class Compiled:
     def differentiated_again(self, program: Program, wanted: tuple[bool, ...]) -> Program:
         """`program`, the forward of one rank or the program of its gradients, with a backward of the outputs marked in
         `wanted` that is differentiated again."""
-        with planning(), torch.inference_mode(False), without_autocast():
+        with _making():
             return differentiated_again(self.inputs, program, wanted)
 
     def _draft(self, wanted: tuple[bool, ...], heard: ProgramRecord) -> Draft:
         return differentiated_program(self.inputs, self.local, wanted, heard.around)
+
+
+@contextmanager
+def _making() -> Iterator[None]:
+    """A block that makes programs. Inference would record no gradients; a program has the casts of its function."""
+    with planning(), torch.inference_mode(False), without_autocast():
+        yield
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:
