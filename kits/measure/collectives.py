@@ -320,14 +320,12 @@ def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None) -> Fit:
         for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
             largest = max((s for s in samples if (s.kind, s.sizes[-1]) == ring), key=_at_this_level)
             bandwidth[ring] = 1 / per_byte if per_byte > 0 else _at_this_level(largest) / largest.seconds
-        before, inner = (
-            inner,
-            np.array(
-                [
-                    per_byte * s.payload > _at_this_level(s) / bandwidth[s.kind, s.sizes[-1]]
-                    for s, (_, per_byte) in zip(samples, known, strict=True)
-                ]
-            ),
+        before = inner
+        inner = np.array(
+            [
+                per_byte * s.payload > _at_this_level(s) / bandwidth[s.kind, s.sizes[-1]]
+                for s, (_, per_byte) in zip(samples, known, strict=True)
+            ]
         )
         if (inner == before).all():
             break
