@@ -428,7 +428,7 @@ def _row(draft: Draft, limit: float, seconds: Mapping[str, float]) -> Row:
         gap=None if math.isinf(draft.solution.bound) else draft.solution.cost / draft.solution.bound - 1,
         compute=sum(operator.seconds for operator in plan.operators),
         communication=sum(c.predicted_time for c in plan.collectives),
-        latency=sum(collective_cost(c.kind, plan.mesh, c.axes, profile)[0] for c in plan.collectives),
+        latency=sum(collective_cost(c.kind, c.payload_bytes, plan.mesh, c.axes, profile)[0] for c in plan.collectives),
         again=sum(operator.again for operator in plan.operators),
         wire=dict(sorted(wire.items())),
         fates=dict(sorted(fates.items())),

@@ -61,9 +61,9 @@ class Prices:
             found[here] = operator_seconds(*figures, getattr(torch, DTYPES[dtype]), self.profile, name=name)
         return found
 
-    def collective(self, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, float]:
+    def collective(self, kind: str, payload: float, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, float]:
         """The seconds of a collective, and those of each byte of its payload."""
-        return collective_cost(Kind(kind), mesh, axes, self.profile)
+        return collective_cost(Kind(kind), payload, mesh, axes, self.profile)
 
 
 # -- Kernels and messages in order -------------------------------------------------------------------------------------
@@ -123,9 +123,10 @@ class Graph:
             if item.message is None:
                 work[item] = Work(COMPUTE, float(stretches[item.stretch]))
             else:
-                waiting, per_byte = prices.collective(item.message.kind, mesh, item.message.axes)
-                level = outermost(mesh, item.message.axes, prices.profile)
-                work[item] = Work(COMMUNICATION, waiting, per_byte, int(item.message.payload), level=level)
+                kind, payload, axes = item.message.kind, item.message.payload, item.message.axes
+                waiting, per_byte = prices.collective(kind, payload, mesh, axes)
+                level = outermost(mesh, axes, prices.profile)
+                work[item] = Work(COMMUNICATION, waiting, per_byte, int(payload), level=level)
         order: Any = [(item,) for item in self.items]
         _, end = play(order, work, prices.profile.together)
         return end, float(each.sum())

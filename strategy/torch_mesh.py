@@ -62,11 +62,35 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None, name: str, *, mem
 
 def own_group(mesh: Mesh, axes: tuple[str, ...], timeout: timedelta | None, name: str) -> Any:
     """This rank's process group along `axes`; every rank of `mesh` calls it."""
+    return _own_group(mesh, _groups_here(mesh, axes), timeout, name)
+
+
+def nested_groups(
+    mesh: Mesh, axes: tuple[str, ...], within: int, timeout: timedelta | None, name: str
+) -> tuple[Any, Any]:
+    """Two process groups of this rank in its group along `axes`: its unit of `within` consecutive ranks, and the ranks
+    at its place in all units; every rank of `mesh` calls it."""
+    groups = _groups_here(mesh, axes)
+    units = [ranks[i : i + within] for ranks in groups for i in range(0, len(ranks), within)]
+    across = [ranks[i::within] for ranks in groups for i in range(within)]
+    return (
+        _own_group(mesh, units, timeout, f"{name} in units of {within}"),
+        _own_group(mesh, across, timeout, f"{name} between units of {within}"),
+    )
+
+
+def _groups_here(mesh: Mesh, axes: tuple[str, ...]) -> Sequence[tuple[int, ...]]:
+    """The groups along `axes`, in ranks of the job: all, or of a part of a job this rank's own."""
+    return [mesh.processes(dist.get_rank(), *axes)] if mesh.is_part else mesh.groups(*axes)
+
+
+def _own_group(mesh: Mesh, groups: Sequence[Sequence[int]], timeout: timedelta | None, name: str) -> Any:
+    """This rank's process group, of those of `groups`."""
+    own = dist.get_rank()
     if mesh.is_part:
-        return new_group(mesh.processes(dist.get_rank(), *axes), timeout, name, members_only=True)
-    groups = mesh.groups(*axes)
+        return next(new_group(ranks, timeout, name, members_only=True) for ranks in groups if own in ranks)
     made = [new_group(ranks, timeout, name) for ranks in groups]
-    return next(group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks)
+    return next(group for ranks, group in zip(groups, made, strict=True) if own in ranks)
 
 
 def own_rank(mesh: Mesh) -> int:

@@ -9,7 +9,7 @@ are a shortest-path problem on the grid of layouts; `ConversionTable` relaxes it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
@@ -33,7 +33,7 @@ from ...strategy.placement import (
     steps_between,
 )
 from ..ops.collectives import COLLECTIVES, is_reduction, shares_of
-from .cost import Weights, collective_costs
+from .cost import Weights, collective_costs, hierarchy
 from .profile import DeviceProfile
 
 Floats = NDArray[np.float64]
@@ -42,6 +42,9 @@ Mask = NDArray[np.bool_]
 CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
 _SLACK = 1 / 8  # the share of padding allowed in layouts that ranks store permanently, unless annotated
 _PARTIAL: dict[str | None, tuple[Placement, ...]] = {None: (), "sum": (PARTIAL,), "max": (PARTIAL_MAX,)}
+# `fixed` and `linear` by the states of a step; (from, to, bytes by byte of the value, least, fixed, linear) of each
+# all_reduce in a step, which are added from `least` bytes on
+_Coefficients = tuple[Floats, Floats, Sequence[tuple[int, int, int, int, float, float]]]
 _STEP = 1e-13  # seconds: among chains of equal cost the shorter wins, and no chain has a cycle
 
 
@@ -285,12 +288,14 @@ class ConversionTable:
         )  # fmt: skip
         return tuple(map(self._move, sets, coefficients))
 
-    def _move(self, axes: tuple[int, ...], coefficients: tuple[Floats, Floats]) -> _Move:
+    def _move(self, axes: tuple[int, ...], coefficients: _Coefficients) -> _Move:
         codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
         digits = self.digits[codes[0]][:, others]
         whole = self.held[codes[self.states.index(REPLICATE)]]  # bytes if none of these axes splits it
-        fixed, linear = coefficients
+        fixed, linear, in_steps = coefficients
         cost = fixed[..., None] + linear[..., None] * whole
+        for i, j, times, least, waiting, per_byte in in_steps:
+            cost[i, j] += np.where(times * whole >= least, waiting + per_byte * times * whole, 0.0)
         # a later axis that splits the same dim blocks adding or removing a split
         later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
         blocked = (later[:, :, None] == np.arange(self._splits)).any(axis=1).T  # [state, others]
@@ -385,9 +390,10 @@ def _coefficients(
     sets: tuple[tuple[str, ...], ...],
     profile: DeviceProfile,
     weights: Weights,
-) -> tuple[tuple[Floats, Floats], ...]:
+) -> tuple[_Coefficients, ...]:
     """For each set of axes `fixed` and `linear`: a step over them costs `fixed + linear * bytes of the value, whole
-    along these axes`. Steps over several axes all communicate: local steps cost the same one axis at a time."""
+    along these axes`, and what a large all_reduce gains in three steps. Steps over several axes all communicate: local
+    steps cost the same one axis at a time."""
     steps = []
     for i, j, ways in steps_between(states, gradient):
         if stay_split and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
@@ -407,7 +413,8 @@ def _coefficients(
         collective = {
             way: (weights.latency * costs[way][0], weights.wire * part * costs[way][1]) for way, part in shares.items()
         }
-        prices = local | collective
+        prices, in_steps = local | collective, hierarchy(mesh, axes, profile)
+        gains = []
         fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
         np.fill_diagonal(fixed, 0.0)
         for i, j, sent in steps:
@@ -418,7 +425,10 @@ def _coefficients(
                 seconds, per_byte = prices.get(way, (0.0, 0.0))
                 fixed[i, j] += seconds
                 linear[i, j] += times * per_byte
-        coefficients.append((fixed, linear))
+                if way is Kind.ALL_REDUCE and in_steps:
+                    waiting = weights.latency * in_steps.waiting - seconds
+                    gains.append((i, j, times, in_steps.least, waiting, weights.wire * in_steps.per_byte - per_byte))
+        coefficients.append((fixed, linear, gains))
     return tuple(coefficients)
 
 

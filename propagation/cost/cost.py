@@ -16,6 +16,9 @@ The waits of the levels add up. Their bytes do not: collectives are pipelined in
 the busiest level sets the pace. (On 2 nodes of 8 H100 all_reduce reaches 267 GB/s, as NVLink alone does, and all_gather
 410; the sum of the phases predicts 137 and 231.)
 
+Where trees are missing, a large all_reduce may be faster in three steps (`Hierarchy`): each rank of a node then sends 1/n
+of what a rank of m ranks sends between nodes, instead of 1/n of what a rank of m * n ranks sends.
+
 Groups that do not fill their nodes evenly (3 of 8 ranks, the next 3, 2 and 1 of the third ...) are one ring over
 the slowest level that they touch.
 
@@ -49,6 +52,7 @@ from .rates import OTHER, POINTWISE, VIEW, OperatorRates, Rates
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
 BACKWARD_FACTOR = 2.0
+CHUNK = 1 << 21  # bytes of an all_reduce in three steps that run one step together
 CACHED = 1 << 26  # bytes that may fit in a cache, and are not limited by the memory's bandwidth
 
 
@@ -90,19 +94,25 @@ def steps(kind: Kind, size: int) -> int:
 
 def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> float:
     """The predicted time of one collective of `payload` bytes (see `wire_bytes`); raises as `collective_cost`."""
-    waiting, per_byte = collective_cost(kind, mesh, axes, profile)
+    waiting, per_byte = collective_cost(kind, payload, mesh, axes, profile)
     return waiting + per_byte * payload
 
 
-def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[float, float]:
-    """The seconds of a collective over the group that `axes` span, and the seconds per byte of payload; a local kind
-    takes none. Raises as `collective_costs`."""
-    return collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
+def collective_cost(
+    kind: Kind, payload: ArrayLike, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile
+) -> tuple[Any, Any]:
+    """The seconds of a collective of `payload` bytes over the group that `axes` span, and the seconds per byte; a local
+    kind takes none. Of several payloads either may be an array. Raises as `collective_costs`."""
+    waiting, per_byte = collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
+    if kind is not Kind.ALL_REDUCE or not (steps := hierarchy(mesh, axes, profile)):
+        return waiting, per_byte
+    large = np.asarray(payload) >= steps.least
+    return np.where(large, steps.waiting, waiting)[()], np.where(large, steps.per_byte, per_byte)[()]
 
 
 @lru_cache(maxsize=4096)
 def collective_costs(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> Mapping[Kind, tuple[float, float]]:
-    """As `collective_cost`, of each kind of collective.
+    """As `collective_cost`, of each kind of collective in one step.
 
     All groups along `axes` run at once, and the slowest counts. Raises StrategyError for an axis that the mesh lacks,
     and for a mesh with more devices than the network of the profile joins.
@@ -124,6 +134,50 @@ def _sizes(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[i
 def outermost(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> int:
     """The number of the outermost level of the network that joins the group over `axes`; 0 for one rank."""
     return max((number for number, size in enumerate(_sizes(mesh, axes, profile)) if size > 1), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """An all_reduce in three steps: a reduce_scatter in each unit of `within` consecutive ranks of the group, an
+    all_reduce between the units of each rank's share, and an all_gather in each unit; they overlap, chunk by chunk.
+
+    least                the bytes of payload from which on it is faster than in one step
+    waiting, per_byte    its seconds before and per byte of payload
+    """
+
+    within: int
+    least: int
+    waiting: float
+    per_byte: float
+
+
+@lru_cache(maxsize=4096)
+def hierarchy(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> Hierarchy | None:
+    """The fastest three steps of a large all_reduce over the group that `axes` span; None if one step is as fast, and
+    between units that NCCL joins by trees, since it has such steps itself.
+
+    Worked example: 2 hosts of 2 ranks, 1 GB/s out of each rank, 10 GB/s inside. Around a ring of 4 each rank sends half
+    of 2 * 3/4 of the payload between hosts, 0.75 ns a byte; in three steps half of 2 * 1/2, so 0.5 ns.
+    """
+    levels, sizes = profile.levels, _sizes(mesh, axes, profile)
+    once, per_byte = costs_over(levels, sizes)[Kind.ALL_REDUCE]
+    ways = [way for cut in range(1, len(sizes)) if (way := _in_steps(levels, sizes, cut))]
+    slope, waiting, within = min(ways, default=(per_byte, once, 1))
+    if slope >= per_byte:
+        return None
+    return Hierarchy(within, max(0, math.ceil((waiting - once) / (per_byte - slope))), waiting, slope)
+
+
+def _in_steps(levels: Sequence[NetworkLevel], sizes: Sequence[int], cut: int) -> tuple[float, float, int] | None:
+    """The seconds per byte of payload and before them of three steps with units of the levels up to `cut`, and the
+    ranks of a unit; None if there is no such unit, no other one, or a tree joins them."""
+    units, within = sizes[cut:], math.prod(sizes[:cut])
+    trees = any(level.trees and n > 1 for level, n in zip(levels[cut:], units, strict=True))
+    if within == 1 or math.prod(units) == 1 or trees:
+        return None
+    messages, inside = costs_over(levels[:cut], sizes[:cut])[Kind.ALL_TO_ALL]  # in each direction
+    waiting, between = costs_over(levels[cut:], units)[Kind.ALL_REDUCE]
+    return max(2 * inside, between / within), 2 * messages + waiting + 2 * inside * CHUNK, within
 
 
 def costs_over(levels: Sequence[NetworkLevel], sizes: Sequence[int]) -> Mapping[Kind, tuple[float, float]]:

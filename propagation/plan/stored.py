@@ -18,6 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import fx
 
+from ..cost.cost import Hierarchy
 from ..graph.graph import Graph
 from ..graph.port import Port
 from ..program.collective import Conversion
@@ -27,7 +28,7 @@ from .forms import FORMS, NoFormError, WrongFormError, no_form
 
 __all__ = ["DataReader", "DataWriter", "NoFormError", "WrongFormError", "dump", "load"]
 
-_RECORDS = (Conversion, PlacedPort, Program)  # what a row may hold, field by field
+_RECORDS = (Conversion, Hierarchy, PlacedPort, Program)  # what a row may hold, field by field
 _PLAIN = (NoneType, bool, int, float, str)
 NO_PORTS: Mapping[tuple[str, int], Port] = {}
 

@@ -15,7 +15,7 @@ from torch import fx
 from ...strategy.layout import Layout, layout
 from ...strategy.placement import BROADCAST, step_kind
 from ..cost.conversion import ConversionTable, Floats
-from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds, rates_of
+from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds, rates_of
 from ..graph.nodes import Value, bytes_of, is_view, operands, source_of, tensor_of, values_of
 from ..manual.flows import gradients_inside
 from ..manual.manual import TracedManual
@@ -86,9 +86,8 @@ def _cost(c: ManualConversion, gradient: bool, settings: Settings) -> float:
         if kind.communicates:
             size = mesh.size(*c.axes)
             payload = payload_of_whole(kind, c.source, c.target, c.whole_bytes, size, phase == "forward")
-            waiting = collective_seconds(kind, 0, mesh, c.axes, settings.profile)
-            moving = collective_seconds(kind, payload, mesh, c.axes, settings.profile) - waiting
-            cost += weights.latency * waiting + weights.wire * moving
+            waiting, per_byte = collective_cost(kind, payload, mesh, c.axes, settings.profile)
+            cost += weights.latency * waiting + weights.wire * per_byte * payload
     return cost
 
 

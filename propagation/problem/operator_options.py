@@ -312,8 +312,8 @@ def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, set
                 if table is None or not kind.communicates:
                     continue
                 whole = hop.whole_bytes(table.held[codes[hop.tensor][alike]], size)
-                waiting, per_byte = collective_cost(kind, mesh, axes, settings.profile)
                 payload = payload_of_whole(kind, hop.source, hop.target, whole, size, phase == "forward")
+                waiting, per_byte = collective_cost(kind, payload, mesh, axes, settings.profile)
                 cost[alike] += weights.latency * waiting + weights.wire * per_byte * payload
                 moving += per_byte * payload
             if isinstance(owner, Exchange) and owner.beside:  # the last of n blocks of work overlaps with nothing

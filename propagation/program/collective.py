@@ -11,7 +11,7 @@ from torch import fx
 from ...strategy.basics.units import human, lasting
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Placement, kind, step_kind
-from ..cost.cost import collective_seconds, wire_bytes
+from ..cost.cost import Hierarchy, collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from ..graph.printer import Notes
 from ..ops.collectives import convert, convert_group, is_reduction, kind_of, payload_of_whole
@@ -30,7 +30,8 @@ class Conversion:
     `gradient`: its transpose runs in the planned backward. `again`: it stands for a conversion whose forward runs once
     more in the backward (recompute.py). `repeated`: its result is not kept, and it runs again where the backward reads
     it. For an exchange, `whole_bytes` are those of the whole dim. `wider`: how many times as many bytes an element has
-    while sums of the backward send it (gradient_fp32_sync).
+    while sums of the backward send it (gradient_fp32_sync). `hierarchy`: the steps of large all_reduces over its axes,
+    if they have several.
     """
 
     tag: int
@@ -51,6 +52,7 @@ class Conversion:
     again: bool = False
     repeated: bool = False
     wider: int = 1
+    hierarchy: Hierarchy | None = None
 
     def kind(self, phase: str) -> Kind:
         """The kind of the conversion in the "forward" or the "backward"."""
@@ -77,6 +79,7 @@ class Collective:
     wire_bytes      sent by one rank
     predicted_time  seconds, by the device profile
     where, path     the operator that required the conversion, and the module it is in
+    steps           what it does in several steps: "" if it has one
     """
 
     kind: Kind
@@ -95,11 +98,13 @@ class Collective:
     predicted_time: float
     tag: int
     members: tuple[str, ...] = ()
+    steps: str = ""
 
     @property
     def cost(self) -> str:
         """The bytes that each rank sends, and the predicted time."""
-        return f"{self.group_size} ranks send {human(self.wire_bytes)} each, {lasting(self.predicted_time)}"
+        sent = f"{self.group_size} ranks send {human(self.wire_bytes)} each"
+        return f"{sent}, {f'{self.steps}, ' if self.steps else ''}{lasting(self.predicted_time)}"
 
     def __str__(self) -> str:
         return (
@@ -131,7 +136,15 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
         predicted_time=collective_seconds(kind, payload, mesh, conversion.axes, profile),
         tag=conversion.tag,
         members=(conversion.tensor,),
+        steps=_steps(conversion.hierarchy, kind, payload, conversion.size),
     )
+
+
+def _steps(hierarchy: Hierarchy | None, kind: Kind, payload: int, size: int) -> str:
+    """What a collective does in several steps."""
+    if hierarchy is None or kind is not Kind.ALL_REDUCE or payload < hierarchy.least:
+        return ""
+    return f"first in {size // hierarchy.within} units of {hierarchy.within} ranks, and between these"
 
 
 def collectives_in(
@@ -150,11 +163,12 @@ def collectives_in(
                 found[node] = alone
         elif node.target is convert_group:
             members = [single(tag) for tag in node.args[5]]
-            found[node] = _joined([m for m in members if m is not None], mesh, profile)
+            steps = conversions[node.args[5][0]].hierarchy
+            found[node] = _joined([m for m in members if m is not None], steps, mesh, profile)
     return found
 
 
-def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Collective:
+def _joined(members: list[Collective], steps: Hierarchy | None, mesh: Mesh, profile: DeviceProfile) -> Collective:
     """The collective that carries the tensors of all `members`."""
     first, payload = members[0], sum(m.payload_bytes for m in members)
     return replace(
@@ -164,6 +178,7 @@ def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Co
         tensor=f"{len(members)} tensors",
         predicted_time=collective_seconds(first.kind, payload, mesh, first.axes, profile),
         members=tuple(m.tensor for m in members),
+        steps=_steps(steps, first.kind, payload, first.group_size),
     )
 
 

@@ -23,6 +23,7 @@ from ...strategy.layout import Layout
 from ...strategy.layout import layout as layout_of
 from ...strategy.placement import REPLICATE, Kind, Placement, Shard, kind
 from ..cost.conversion import ConversionStep, once_more, with_cuts
+from ..cost.cost import hierarchy
 from ..graph.graph import Text
 from ..graph.nodes import (
     Value,
@@ -232,6 +233,7 @@ class _Lowering:
             where=call.name,
             path=module_path(call),
             line=source_line(at) or source_line(call),
+            hierarchy=hierarchy(self.settings.mesh, c.axes, self.settings.profile),
         )
 
     def _local_form(self, emit: Emitter, local: Localize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -433,6 +435,7 @@ class _Lowering:
             path=module_path(at),
             line=source_line(at),
             repeated=again,
+            hierarchy=hierarchy(self.settings.mesh, step.axes, self.settings.profile),
         )
         self.conversions.append(conversion)
         converted = self.graph.call_function(

@@ -283,13 +283,13 @@ class Meter:
         kind = kind_of(source, target)
         read, written = sum(map(self.held, node.all_input_nodes)), self.held(node)
         if kind.communicates:
-            waiting, per_byte = collective_cost(kind, self.mesh, tuple(axes), self.profile)
             before, after = placement_from_code(source), placement_from_code(target)
             payload = sum(
                 payload_bytes(before, after, part.shape, part.element_size(), size)
                 for operand in node.all_input_nodes
                 for part in _tensors(self.values[operand])
             )
+            waiting, per_byte = collective_cost(kind, payload, self.mesh, tuple(axes), self.profile)
             copying = self._copying(node, before, after)
             level = outermost(self.mesh, tuple(axes), self.profile)
             return Work(COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes), copying, level)

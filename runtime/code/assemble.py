@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def assemble_code(
         slots[node] = len(slots)
         operands = tuple(slots[o] for o in operands_of(node))
         if (relayout := relayout_of(node, phase)) is not None:
+            steps = reasons[relayout.tags[0]].hierarchy if relayout.tags[0] < len(reasons) else None
+            relayout = replace(relayout, hierarchy=steps)
             instructions.append(ConvertLayout(slots[node], operands, node.name, relayout))
             continue
         if node.target is position:

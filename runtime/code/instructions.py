@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ...propagation.cost.cost import Hierarchy
 from ...propagation.ops.collectives import payload_bytes
 from ...propagation.program.collective import Conversion
 from ...strategy.cut import SliceWindow
@@ -33,6 +34,7 @@ class Relayout:
     owned     for each tensor, whether nothing else reads its memory, so that it may hold the result
     private   for each tensor, whether each simulated rank has its own memory, see `CallOperator`
     loose     whether the result may have any strides
+    hierarchy    the steps of large all_reduces, if they have several
     """
 
     kind: Kind
@@ -46,6 +48,7 @@ class Relayout:
     owned: tuple[bool, ...]
     private: tuple[bool, ...]
     loose: bool = False
+    hierarchy: Hierarchy | None = None
 
     def payload(self, shape: Sequence[int], itemsize: int) -> int:
         """The payload of a local tensor of `shape`: see `Collective.payload_bytes`."""

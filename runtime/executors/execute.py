@@ -9,6 +9,7 @@ rank, each from its own: the numbers are the same as long as the generators agre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from ...propagation.program.program import PlacedPort
 from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
-from ...strategy.torch_mesh import own_group, own_rank, to_device_mesh
+from ...strategy.placement import Kind
+from ...strategy.torch_mesh import has_nccl, nested_groups, own_group, own_rank, to_device_mesh
 from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
 from ..code.slices import LOCAL, Placed, full_part, part_of, short_part
 from ..code.straight_line import Bind, Run, compile_code
@@ -31,6 +33,7 @@ from ..ranks.replicas import ledger_of
 from ..ranks.watch import told, watch
 from ..ranks.world import of_world
 from ..torch_internals import local_part_of, timeout_of
+from .hierarchical import HierarchicalReducer
 from .issue import ISSUERS, Scratch, Seat, as_bytes
 
 
@@ -40,6 +43,7 @@ class _MadeMeshes:
     def __init__(self) -> None:
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
+        self.reducers: dict[tuple[Mesh, tuple[str, ...], int], HierarchicalReducer] = {}
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -68,6 +72,15 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     if (mesh, axes) not in made:
         made[mesh, axes] = own_group(mesh, axes, timeout_of(dist.group.WORLD), ",".join(axes))
     return made[mesh, axes]
+
+
+def _reducer(mesh: Mesh, axes: tuple[str, ...], within: int) -> HierarchicalReducer:
+    """The all_reduces in steps over units of `within` ranks; every rank must request them in the same order."""
+    made = of_world(_MadeMeshes).reducers
+    if (mesh, axes, within) not in made:
+        groups = nested_groups(mesh, axes, within, timeout_of(dist.group.WORLD), ",".join(axes))
+        made[mesh, axes, within] = HierarchicalReducer(*groups)
+    return made[mesh, axes, within]
 
 
 class Worker:
@@ -171,7 +184,11 @@ class Worker:
     def _converter(self, c: Relayout) -> Callable[..., Any]:
         position = self.mesh.position(self.rank, *c.axes)
         if c.kind.communicates:
-            return ISSUERS[c.kind](c, Seat(process_group(self.mesh, c.axes), position, self._scratch))
+            group, steps = process_group(self.mesh, c.axes), c.hierarchy
+            seat = Seat(group, position, self._scratch)
+            if steps is not None and c.kind is Kind.ALL_REDUCE and not has_nccl(group):
+                seat = replace(seat, reducer=_reducer(self.mesh, c.axes, steps.within), large=steps.least)
+            return ISSUERS[c.kind](c, seat)
         local = LOCAL[c.kind]
         if c.grouped:
             return lambda *parts: [local(c, part, position) for part in parts]

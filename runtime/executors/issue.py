@@ -28,6 +28,7 @@ from ..code.slices import addends_of, first_row, joined, pieces, slice_of, windo
 from ..code.strides import contiguous
 from ..ranks.stragglers import waits
 from ..torch_internals import coalescing_manager
+from .hierarchical import HierarchicalReducer
 
 # torch 2.13 renamed these two and warns about the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,11 +87,20 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank's seat in a collective: its position in the process group, and memory for buffers."""
+    """This rank's seat in a collective: its position in the process group, memory for buffers, and what all_reduces of
+    at least `large` bytes run on, if they have several steps."""
 
     group: Any
     position: int
     scratch: Scratch
+    reducer: HierarchicalReducer | None = None
+    large: int = 0
+
+    def all_reduce(self, buffer: Tensor, reduction: Any) -> Any:
+        """Start to reduce a contiguous `buffer` in place; returns what to wait for."""
+        if self.reducer is not None and buffer.nbytes >= self.large and buffer.device.type == "cpu":
+            return self.reducer.all_reduce(buffer, reduction)
+        return dist.all_reduce(buffer, reduction, group=self.group, async_op=True)
 
 
 Issue = Callable[..., Pending]  # takes the tensors of a conversion
@@ -187,7 +197,7 @@ def _all_reduce(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat)
         seat.scratch.give_back(taken)
         return results
 
-    return dist.all_reduce(buffer, reduction, group=seat.group, async_op=True), reduced, buffer
+    return seat.all_reduce(buffer, reduction), reduced, buffer
 
 
 def _reduce_scatter(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:

@@ -23,3 +23,5 @@ def profile_with(**changes):
 
 
 ROUND = profile_with()
+PAIRS = profile_with(levels=[{**NODE, "devices": 2}, FLAT])
+"""Nodes of 2, between which large all_reduces go in steps."""

@@ -11,14 +11,15 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_examples import examples
+from round_profile import PAIRS
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.cost.conversion import ConversionStep, ConversionTable, conversion_table, tie, with_cuts
-from partway.propagation.cost.cost import WEIGHTS, Level, collective_cost
+from partway.propagation.cost.cost import WEIGHTS, Level, collective_cost, hierarchy
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.ops.collectives import convert
+from partway.propagation.ops.collectives import COLLECTIVES, convert
 from partway.runtime import record_collectives
 from partway.runtime.code.assemble import assemble_code
 from partway.runtime.code.slices import Placed, short_part
@@ -29,9 +30,10 @@ from partway.strategy.placement import PARTIAL_MAX, Kind, kind, placement_from_c
 STEP = 1e-13
 
 
-def table_of(shape, sizes, gradient=True, partial="sum", level=Level.SPEED, itemsize=8):
+def table_of(shape, sizes, gradient=True, partial="sum", level=Level.SPEED, itemsize=8, profile=None, wider=1):
     mesh = Mesh.of_sizes(sizes)
-    return conversion_table(shape, itemsize, partial, gradient, mesh, profile_of("cpu"), WEIGHTS[level])
+    profile = profile or profile_of("cpu")
+    return conversion_table(shape, itemsize, partial, gradient, mesh, profile, WEIGHTS[level], wider=wider)
 
 
 def after(source, axes, placement):
@@ -65,10 +67,12 @@ def step_cost(table, source, axes, placement):
     if len(axes) > 1 and not any(way.communicates for way in ways):
         return None
     total = STEP
-    for way in ways:
+    for phase, way in enumerate(ways):
         payload = held / size if way is Kind.ALL_TO_ALL else held
+        if phase and way.communicates and COLLECTIVES[way].adds:
+            payload *= table.wider
         if way.communicates:
-            seconds, per_byte = collective_cost(way, mesh, tuple(mesh.axes[i] for i in axes), table.profile)
+            seconds, per_byte = collective_cost(way, payload, mesh, tuple(mesh.axes[i] for i in axes), table.profile)
             total += table.weights.latency * seconds + table.weights.wire * per_byte * payload
         if way in (Kind.PAD, Kind.KEEP):
             total += table.weights.compute * held / table.profile.memory_bandwidth
@@ -116,6 +120,18 @@ def test_costs_are_those_of_the_shortest_chains_of_steps(shape, sizes, gradient,
         found = table.cost[i, j]
         wanted = expected.get(source, {}).get(target, math.inf)
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-20), f"{source} -> {target}"
+
+
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize(("shape", "wider"), [((64,), 1), ((1024, 64), 1), ((192, 64), 2)])
+def test_large_all_reduces_between_nodes_cost_what_their_steps_cost(shape, wider, level):
+    table = table_of(shape, (2, 4), level=level, profile=PAIRS, wider=wider)
+    least = hierarchy(table.mesh, table.mesh.axes, PAIRS).least
+    assert {(64,): 0, (1024, 64): 2, (192, 64): 1}[shape] == sum(8 * math.prod(shape) * n >= least for n in (1, wider))
+    expected = dict(nx.all_pairs_dijkstra_path_length(steps_of(table)))
+    for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):
+        wanted = expected.get(source, {}).get(target, math.inf)
+        assert table.cost[i, j] == pytest.approx(wanted, rel=1e-9, abs=1e-20), f"{source} -> {target}"
 
 
 @pytest.mark.parametrize("partial", ["sum", "max", None])

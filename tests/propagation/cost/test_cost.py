@@ -1,17 +1,20 @@
 """What things are predicted to cost, by hand-worked examples and by what was measured on H100s."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from round_profile import FLAT, NODE, ROUND, profile_with
+from round_profile import FLAT, NODE, PAIRS, ROUND, profile_with
 
 from partway.propagation.cost.cost import (
+    CHUNK,
     LINE,
     WEIGHTS,
     Level,
     collective_cost,
     collective_seconds,
     costs_over,
+    hierarchy,
     looked_up,
     operator_seconds,
     ranks_by_level,
@@ -29,10 +32,10 @@ LOCAL = [Kind.SLICE, Kind.PAD, Kind.KEEP, Kind.NOTHING]
 NODES = profile_with(levels=[NODE, FLAT])
 
 
-def cost(kind, sizes, profile, *axes):
+def cost(kind, sizes, profile, *axes, payload=0):
     """The cost over the given axes, by number; of all axes by default."""
     mesh = Mesh.of_sizes(sizes)
-    return collective_cost(kind, mesh, tuple(mesh.axes[axis] for axis in axes or range(len(sizes))), profile)
+    return collective_cost(kind, payload, mesh, tuple(mesh.axes[axis] for axis in axes or range(len(sizes))), profile)
 
 
 # -- One level -------------------------------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ def test_a_group_across_nodes_uses_the_network_whoever_else_does():
 def test_a_ring_of_whole_nodes_crosses_between_them_with_what_a_rank_of_all_sends(kind, passes):
     waiting = 1e-5 + passes * ((255 - 31) * 2e-6 + 31 * 1e-6)  # one launch; of 255 links in a row 31 are between nodes
     across = passes * 1 / 8 * 255 / 256 / 1e9
-    assert cost(kind, (32, 8), NODES) == pytest.approx((waiting, across))
+    assert costs_over(NODES.levels, (8, 32))[kind] == pytest.approx((waiting, across))
 
 
 def test_an_all_reduce_by_trees_waits_for_the_logarithm_of_the_nodes_and_crosses_with_their_share():
@@ -141,6 +144,50 @@ def test_an_all_reduce_over_2048_ranks_waits_for_fewer_messages_than_there_are_r
     assert 1e-4 < waiting < 3e-4
 
 
+# 2 nodes of 2 ranks: 1e-5 + 6 messages and 2 * 3/4 / 2 of the payload flat; in steps 2 * (5e-6 + 2e-6) + 1e-5 + 2 * 1e-6
+# and 2 * 1/2 of a chunk inside, and 2 * 1/2 / 2 of the payload between the nodes.
+FLAT_WAITS, WAITS = 1e-5 + 2 * (2 * 2e-6 + 1e-6), 1.4e-5 + 1.2e-5 + CHUNK / 1e11
+
+
+def test_a_large_all_reduce_goes_in_steps_where_less_crosses_between_the_nodes():
+    steps = hierarchy(Mesh({"x": 4}), ("x",), PAIRS)
+    least = (WAITS - FLAT_WAITS) / 0.25e-9
+    assert (steps.within, steps.least) == (2, pytest.approx(least, abs=1))
+    assert cost(Kind.ALL_REDUCE, (4,), PAIRS, payload=least - 1) == pytest.approx((FLAT_WAITS, 0.75e-9))
+    assert cost(Kind.ALL_REDUCE, (4,), PAIRS, payload=least + 2) == pytest.approx((WAITS, 0.5e-9))
+    assert collective_seconds(Kind.ALL_REDUCE, 1e9, Mesh({"x": 4}), ("x",), PAIRS) == pytest.approx(WAITS + 0.5)
+    both = cost(Kind.ALL_REDUCE, (2, 2), PAIRS, payload=np.array([0, 1e9]))
+    assert [list(figures) for figures in both] == [pytest.approx([FLAT_WAITS, WAITS]), pytest.approx([0.75e-9, 0.5e-9])]
+
+
+def test_a_price_meets_that_of_one_step_where_the_steps_begin():
+    least = hierarchy(Mesh({"x": 4}), ("x",), PAIRS).least
+    seconds = [collective_seconds(Kind.ALL_REDUCE, n, Mesh({"x": 4}), ("x",), PAIRS) for n in (least - 1, least)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "profile"),
+    [
+        ((4,), (0,), ROUND),  # one level
+        ((2, 2), (0,), PAIRS),  # one rank in each node
+        ((2, 2), (1,), PAIRS),  # one node
+        ((4,), (0,), profile_with(levels=[{**NODE, "devices": 2}, {**FLAT, "trees": True}])),  # NCCL has its own steps
+        ((4,), (0,), profile_with(levels=[{**NODE, "devices": 2, "bandwidth": 1e9}, FLAT])),  # as slow inside
+    ],
+)
+def test_an_all_reduce_has_one_step_where_more_do_not_help(sizes, axes, profile):
+    mesh = Mesh.of_sizes(sizes)
+    assert hierarchy(mesh, tuple(mesh.axes[axis] for axis in axes), profile) is None
+
+
+def test_the_units_of_an_all_reduce_are_those_of_the_level_within_the_slowest():
+    levels = [{**NODE, "devices": 2}, {**NODE, "name": "rack", "devices": 4}, FLAT]
+    assert hierarchy(Mesh({"x": 8}), ("x",), profile_with(levels=levels)).within == 4
+    slow_racks = [levels[0], {**FLAT, "name": "rack", "devices": 4}, FLAT]
+    assert hierarchy(Mesh({"x": 8}), ("x",), profile_with(levels=slow_racks)).within == 2
+
+
 def test_messages_from_rank_to_rank_cross_with_what_other_nodes_lack():
     waiting = 1e-5 + 7 * 2e-6 + 31 * 1e-6
     assert cost(Kind.ALL_TO_ALL, (32, 8), NODES) == pytest.approx((waiting, 31 / 32 / 1e9))
@@ -153,7 +200,7 @@ def test_each_level_carries_the_share_of_the_bytes_that_the_levels_inside_leave(
     assert sent_by_level(Kind.ALL_TO_ALL, (2, 4)) == (0.5, 0.75)
     assert sent_by_level(Kind.ALL_GATHER, (1, 4)) == (0, 0.75)
     two = Mesh({"x": 16}), ("x",), NODES
-    assert costs_over(NODES.levels, (8, 2))[Kind.ALL_GATHER] == collective_cost(Kind.ALL_GATHER, *two)
+    assert costs_over(NODES.levels, (8, 2))[Kind.ALL_GATHER] == collective_cost(Kind.ALL_GATHER, 0, *two)
 
 
 def test_the_busiest_level_sets_the_pace():
@@ -195,7 +242,7 @@ def test_a_mesh_that_the_network_cannot_hold_is_an_error_with_the_way_out():
 
 def test_an_axis_that_the_mesh_lacks_is_an_error():
     with pytest.raises(StrategyError, match="the mesh has no axis 'tp'; its axes are x=4"):
-        collective_cost(Kind.ALL_GATHER, Mesh({"x": 4}), ("tp",), ROUND)
+        collective_cost(Kind.ALL_GATHER, 0, Mesh({"x": 4}), ("tp",), ROUND)
 
 
 MEASURED = [  # kind, nodes, devices of a node, GB/s of payload, microseconds

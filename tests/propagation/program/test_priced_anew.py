@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from round_profile import FLAT, NODE, profile_with
 from torch import Tensor, fx, nn
 from zoo import CASES
 
@@ -77,10 +78,10 @@ def sent(c: Conversion, mesh: Mesh, profile: DeviceProfile, weights: Weights) ->
     for phase in ("forward", "backward"):
         way = c.kind(phase)
         if way.communicates:
-            seconds, per_byte = collective_cost(way, mesh, c.axes, profile)
             payload = c.payload(phase)
             if way is Kind.ALL_TO_ALL:
                 payload = c.whole_bytes / c.size
+            seconds, per_byte = collective_cost(way, payload, mesh, c.axes, profile)
             total += weights.latency * seconds + weights.wire * per_byte * payload
         elif way in (Kind.PAD, Kind.KEEP):
             total += weights.compute * c.whole_bytes / (profile.reached.memory * profile.memory_bandwidth)
@@ -223,6 +224,13 @@ def test_the_claim_holds_for_every_objective_and_setting(level: Level, changes: 
             check(problem, dynamic_programming(problem), shared=name in BATCH_NORM)
 
 
+def test_the_claim_holds_for_all_reduces_in_steps() -> None:
+    slow = profile_with(levels=[{**NODE, "devices": 2}, {**FLAT, "bandwidth": 1e7}])
+    problem = formulate(graph_of("gpt2"), replace(settings_on((4,)), profile=slow), {})
+    program = check(problem, dynamic_programming(problem))
+    assert {bool(c.steps) for c in program.planned_collectives if c.kind is Kind.ALL_REDUCE} == {False, True}
+
+
 @pytest.mark.parametrize("name", ["convnet", "gpt2"])
 def test_a_plan_within_a_limit_claims_what_it_computes_and_sends_again_too(name: str) -> None:
     settings = settings_on((2, 4))
@@ -306,7 +314,7 @@ def test_each_block_more_costs_the_same() -> None:
 
 CACHES = (
     conversion_table, conversion._coefficients, conversion.digits_of, conversion._layouts, conversion._index,
-    conversion._groups_of_codes, cost.collective_costs, cost.ranks_by_level,
+    conversion._groups_of_codes, cost.collective_costs, cost.ranks_by_level, cost.hierarchy,
 )  # fmt: skip
 
 

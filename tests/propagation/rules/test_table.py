@@ -42,7 +42,7 @@ quiet = pytest.mark.filterwarnings(
     "ignore:torch.cholesky is deprecated",
     "ignore:torch.triangular_solve is deprecated",
     "ignore:torch.searchsorted.*non-contiguous",
-    "ignore:torch.(qr|lu|chain_matmul) is deprecated",
+    "ignore:torch.(qr|lu|lu_solve|chain_matmul) is deprecated",
     "ignore:Using torch.cross without specifying the dim",
 )
 

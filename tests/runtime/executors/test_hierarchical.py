@@ -1,0 +1,123 @@
+"""An all_reduce in three steps computes what one step computes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from partway.propagation.cost.cost import Hierarchy
+from partway.propagation.ops.collectives import convert
+from partway.propagation.program.collective import Conversion
+from partway.runtime import Simulator, Worker
+from partway.runtime.code.assemble import assemble_code
+from partway.runtime.executors import execute, hierarchical
+from partway.runtime.executors.execute import _reducer
+from partway.strategy import PARTIAL, REPLICATE, Mesh
+from partway.strategy.placement import PARTIAL_MAX
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.complex64)
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+def small_chunks():
+    hierarchical.CHUNK = 64  # bytes: 16 floats
+
+
+def addend(count, dtype, rank):
+    """Small integers, so that sums are exact in every dtype."""
+    return torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def reduce_all(axes, within):
+    small_chunks()
+    mesh, rank = Mesh(axes), dist.get_rank()
+    reducer = _reducer(mesh, mesh.axes, within)
+    cases = [(count, dtype, SUM) for dtype in DTYPES for count in (0, 1, 2, 15, 16, 17, 33, 200)]
+    cases += [(200, torch.float32, MAX), (35, torch.bfloat16, MAX)]
+    tensors = [addend(count, dtype, rank) for count, dtype, _ in cases]
+    issued = [reducer.all_reduce(tensor, case[-1]) for tensor, case in zip(tensors, cases, strict=True)]
+    for (count, dtype, reduction), tensor, one in zip(cases, tensors, issued, strict=True):
+        one.wait()
+        every = torch.stack([addend(count, dtype, other) for other in range(mesh.device_num)])
+        assert torch.equal(tensor, every.amax(0) if reduction == MAX else every.sum(0, dtype=dtype)), (count, dtype)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("axes", [{"x": 4}, {"host": 2, "local": 2}])
+def test_sums_and_maxima_of_every_size(on_ranks, axes):
+    on_ranks(4, reduce_all, axes, 2)
+
+
+def reduce_random():
+    """Sums whose bits depend on the order of the addends are the same on all ranks."""
+    small_chunks()
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    _reducer(Mesh({"x": 4}), ("x",), 2).all_reduce(tensor, SUM).wait()
+    every = [torch.empty_like(tensor) for _ in range(4)]
+    dist.all_gather(every, tensor)
+    assert all(torch.equal(one, tensor) for one in every)
+
+
+@pytest.mark.gloo
+def test_every_rank_has_the_same_bits(on_ranks):
+    on_ranks(4, reduce_random)
+
+
+def code_of(source, hierarchy):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(convert, (x, str(source), "R", ["x"], 4, 0)),))
+    reason = Conversion(
+        tag=0, tensor="x", axes=("x",), size=4, source=source, target=REPLICATE, whole_bytes=0, dtype=torch.float32,
+        gradient=False, parameter=False, producer="", consumer="", where="", path="", line="", hierarchy=hierarchy,
+    )  # fmt: skip
+    return assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward", [reason])
+
+
+def run_code(large, issued):
+    small_chunks()
+    mesh, rank, count = Mesh({"x": 4}), dist.get_rank(), []
+    made = execute._reducer
+    for inference in (False, True):
+        for source in (PARTIAL, PARTIAL_MAX):
+            with torch.inference_mode(inference):
+                values = [addend(100, torch.float32, other).view(4, 25).t() for other in range(4)]
+                code = code_of(source, Hierarchy(2, large, 0.0, 0.0))
+                reducer = made(mesh, ("x",), 2)
+                taken = reducer.all_reduce
+
+                def counted(tensor, reduction, taken=taken):
+                    count.append(tensor.nbytes)
+                    return taken(tensor, reduction)
+
+                reducer.all_reduce = counted
+                try:
+                    (got,) = Worker(mesh).run(code, [values[rank]])
+                finally:
+                    del reducer.all_reduce
+                assert torch.equal(got, Simulator(mesh).run(code, [values])[0][rank])
+    assert count == [400] * issued
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("large", "issued"), [(400, 4), (401, 0)])
+def test_a_program_reduces_large_tensors_in_steps_and_small_ones_at_once(on_ranks, large, issued):
+    on_ranks(4, run_code, large, issued)
+
+
+def fail_once():
+    """The error of a step reaches the rank that waits, and the thread goes on."""
+    small_chunks()
+    reducer, rank = _reducer(Mesh({"x": 4}), ("x",), 2), dist.get_rank()
+    broken = reducer.all_reduce(torch.ones(8), "no reduction")
+    with pytest.raises(TypeError):
+        broken.wait()
+    dist.barrier()
+    tensor = torch.full((8,), float(rank))
+    reducer.all_reduce(tensor, SUM).wait()
+    assert tensor.tolist() == [6.0] * 8
+
+
+@pytest.mark.gloo
+def test_what_a_step_raises_is_raised_where_the_result_is_read(on_ranks):
+    on_ranks(4, fail_once)
