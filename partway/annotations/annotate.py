@@ -21,7 +21,17 @@ from partway.propagation.plan.plan import Plan
 from partway.propagation.problem.problem import Allowed
 from partway.requests.plan_inputs import PlanInputs
 from partway.requests.request import Request, by_argument, check_out_strategy, requests
-from partway.strategy import Annotation, Layout, Mesh, Problem, Replicate, Shard, StrategyError, check_strategies
+from partway.strategy import (
+    REPLICATE,
+    Annotation,
+    Layout,
+    Mesh,
+    Problem,
+    Replicate,
+    Shard,
+    StrategyError,
+    check_strategies,
+)
 from partway.strategy.basics.suggest import did_you_mean, there_are
 from partway.strategy.errors import raise_problems
 from partway.strategy.layout import layout
@@ -63,9 +73,17 @@ def annotate(inputs: PlanInputs, mesh: Mesh) -> Annotations:
         allowed |= _of_saved_plan(inputs, inputs.loaded, mesh, allowed)
         written.update({name: "strategy_ckpt_config" for name in allowed if name not in written})
     allowed |= _of_earlier_plan(inputs, mesh, allowed)
-    lie = frozenset[str]() if inputs.context.whole_results else beside_losses(graph) | in_caches(graph)
-    as_it_lies = lie - allowed.keys()
-    return Annotations(allowed, as_it_lies, _parts(graph, allowed), written)
+    return Annotations(allowed, _as_they_lie(inputs) - allowed.keys(), _parts(graph, allowed), written)
+
+
+def _as_they_lie(inputs: PlanInputs) -> frozenset[str]:
+    """The outputs that may stay split; under a given plan those that it has split, too: one of training splits results
+    beside a loss, and applies to a call without gradients as well."""
+    if inputs.context.whole_results:
+        return frozenset()
+    planned = inputs.replayed.outputs if inputs.replayed else ()
+    split = frozenset(each.name for each in planned if set(each.codes) != {str(REPLICATE)})
+    return beside_losses(inputs.graph) | in_caches(inputs.graph) | split
 
 
 def _checked(inputs: PlanInputs, mesh: Mesh) -> list[tuple[Statement, Annotation]]:

@@ -16,8 +16,8 @@ The waits of the levels add up. Their bytes do not: collectives are pipelined in
 the busiest level sets the pace. (On 2 nodes of 8 H100 all_reduce reaches 267 GB/s, as NVLink alone does, and all_gather
 410; the sum of the phases predicts 137 and 231.)
 
-Where trees are missing, a large all_reduce may be faster in three steps (`Hierarchy`): each rank of a node then sends 1/n
-of what a rank of m ranks sends between nodes, instead of 1/n of what a rank of m * n ranks sends.
+Where trees are missing, a large all_reduce may be faster in three steps (`Hierarchy`): between nodes each rank then
+sends 1/n of what a rank of m ranks sends, and not of what a rank of m * n ranks sends.
 
 Groups that do not fill their nodes evenly (3 of 8 ranks, the next 3, 2 and 1 of the third ...) are one ring over
 the slowest level that they touch.

@@ -170,6 +170,25 @@ def test_a_plan_of_another_call_is_refused_with_what_differs(other: dict[str, An
         assert text in str(found.value)
 
 
+class WithLoss(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (y := super().forward(x)), y.square().mean()
+
+
+def test_a_plan_of_training_serves_evaluation_though_it_splits_what_is_beside_a_loss() -> None:
+    x, batch = torch.randn(4096, 16), (("dp", None),)
+    plan = pw.compile(WithLoss(), (x,), mesh=MESH, in_strategy=batch).plan
+    assert plan.outputs[0].codes != ("R", "R")
+    trained: Any = pw.shard(net := WithLoss(), plan=plan)
+    with torch.no_grad():
+        found, expected = trained(x), net(x)
+    assert trained.plan.outputs[0].codes == plan.outputs[0].codes
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad(), pytest.raises(pw.StrategyError, match=r"'result\[0\]': the plan has S0.*not an option here"):
+        pw.set_auto_parallel_context(whole_results=True)
+        pw.shard(WithLoss(), plan=plan)(x)
+
+
 def test_what_is_no_option_any_more_is_named() -> None:
     with pw.rule("partway_tests::bend", "a b -> a b", whole="b"):
         x = torch.ones(8, 8)

@@ -144,8 +144,8 @@ def test_an_all_reduce_over_2048_ranks_waits_for_fewer_messages_than_there_are_r
     assert 1e-4 < waiting < 3e-4
 
 
-# 2 nodes of 2 ranks: 1e-5 + 6 messages and 2 * 3/4 / 2 of the payload flat; in steps 2 * (5e-6 + 2e-6) + 1e-5 + 2 * 1e-6
-# and 2 * 1/2 of a chunk inside, and 2 * 1/2 / 2 of the payload between the nodes.
+# 2 nodes of 2 ranks: 1e-5 + 6 messages and 2 * 3/4 / 2 of the payload flat; in steps 2 * (5e-6 + 2e-6) + 1e-5 +
+# 2 * 1e-6 and 2 * 1/2 of a chunk inside, and 2 * 1/2 / 2 of the payload between the nodes.
 FLAT_WAITS, WAITS = 1e-5 + 2 * (2 * 2e-6 + 1e-6), 1.4e-5 + 1.2e-5 + CHUNK / 1e11
 
 
