@@ -399,14 +399,16 @@ def _levels(samples: Sequence[Sample], hosts: int, each: int, device: str, how: 
         sizes = ", ".join(map(str, group_sizes(hosts * each)))
         gpus_here = max(torch.cuda.device_count(), each) if device == "cuda" and hosts == 1 else None
         where = network if hosts == 1 else f"{network} between hosts"
-        return (fit(samples).level(where, f"groups of {sizes}, {how}; {larger}", gpus_here),)
+        found = fit(samples, trees=device == "cuda" and hosts > 1)
+        return (found.level(where, f"groups of {sizes}, {how}; {larger}", gpus_here),)
     inner = [replace(sample, sizes=sample.sizes[:1]) for sample in samples if sample.sizes[-1] == 1]
     sizes = ", ".join(map(str, group_sizes(each)))
     inside = fit(inner).level(f"{network} inside a host", f"groups of {sizes} of a host, {how}", each)
     sizes = ", ".join(map(str, group_sizes(hosts)))
     source = f"groups on {sizes} hosts, with one rank on each, and all ranks, {how}; {larger}"
     outer = [sample for sample in samples if sample.sizes[-1] > 1]
-    return inside, fit(outer, inside).level(f"{network} between hosts", source, None)
+    between = fit(outer, inside, trees=device == "cuda")
+    return inside, between.level(f"{network} between hosts", source, None)
 
 
 def _among(sizes: Sequence[int]) -> str:

@@ -34,7 +34,6 @@ from partway.propagation.cost import (
     costs_over,
     messages_by_level,
     sent_by_level,
-    steps,
     wire_bytes,
 )
 from partway.runtime.executors import all_gather, reduce_scatter
@@ -90,12 +89,13 @@ class InARow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The figures of one level: seconds of a launch, seconds of a step by kind, and algorithm bandwidth by kind and
-    group size."""
+    """The figures of one level: seconds of a launch, seconds of a step by kind, algorithm bandwidth by kind and group
+    size, and whether an all_reduce goes by trees."""
 
     launch: float
     latency: Mapping[Kind, float]
     bandwidth: Mapping[tuple[Kind, int], float]
+    trees: bool = False
 
     def level(self, name: str, source: str, devices: int | None) -> NetworkLevel:
         """The level of a profile with these figures."""
@@ -110,6 +110,7 @@ class Fit:
             launch=self.launch,
             bandwidth=bandwidth,  # type: ignore[arg-type]
             latency=latency,  # type: ignore[arg-type]
+            trees=self.trees,
         )
 
 
@@ -293,54 +294,57 @@ def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
 # -- Fitting ---------------------------------------------------------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None) -> Fit:
+def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None, trees: bool = False) -> Fit:
     """The launch, latencies and bandwidths of a level with the least squares of relative errors, none of them negative.
 
     The level is the outermost of the samples; `inside` is the level in it, if they have two. Its latencies are part of
-    a sample's time, and so are its bytes if they take longer than those of this level (`costs_over`).
+    a sample's time, and so are its bytes if they take longer than those of this level (`costs_over`). `trees`: whether
+    an all_reduce goes by trees on the level, as between hosts with NCCL.
 
     With one group size only, launch and latency cannot be told apart; the fit then has the smallest that do.
     """
     kinds = sorted({s.kind for s in samples}, key=KINDS.index)
     rings = sorted({(s.kind, s.sizes[-1]) for s in samples}, key=lambda ring: (KINDS.index(ring[0]), ring[1]))
-    known = [_inside(s, inside) for s in samples]
+    known = [_inside(s, inside, trees) for s in samples]
     inner = np.zeros(len(samples), dtype=bool)  # the samples whose bytes take longer inside
     for _ in range(ROUNDS):
         matrix = np.zeros((len(samples), 1 + len(kinds) + len(rings)))
         rest = np.array([s.seconds for s in samples])
         for i, (s, (waiting, per_byte)) in enumerate(zip(samples, known, strict=True)):
             matrix[i, 0] = 1
-            matrix[i, 1 + kinds.index(s.kind)] = steps(s.kind, s.sizes[-1])
-            matrix[i, 1 + len(kinds) + rings.index((s.kind, s.sizes[-1]))] = 0 if inner[i] else _at_this_level(s)
+            (messages,) = messages_by_level(s.kind, s.sizes[-1:], (trees,))
+            matrix[i, 1 + kinds.index(s.kind)] = messages
+            here = 0 if inner[i] else _at_this_level(s, trees)
+            matrix[i, 1 + len(kinds) + rings.index((s.kind, s.sizes[-1]))] = here
             rest[i] -= waiting + per_byte * s.payload * inner[i]
         relative = 1 / np.array([s.seconds for s in samples])
         solution = nonnegative(matrix * relative[:, None], rest * relative)
         latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
         bandwidth = {}
         for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
-            largest = max((s for s in samples if (s.kind, s.sizes[-1]) == ring), key=_at_this_level)
-            bandwidth[ring] = 1 / per_byte if per_byte > 0 else _at_this_level(largest) / largest.seconds
+            largest = max((s for s in samples if (s.kind, s.sizes[-1]) == ring), key=lambda s: _at_this_level(s, trees))
+            bandwidth[ring] = 1 / per_byte if per_byte > 0 else _at_this_level(largest, trees) / largest.seconds
         before = inner
         inner = np.array(
             [
-                per_byte * s.payload > _at_this_level(s) / bandwidth[s.kind, s.sizes[-1]]
+                per_byte * s.payload > _at_this_level(s, trees) / bandwidth[s.kind, s.sizes[-1]]
                 for s, (_, per_byte) in zip(samples, known, strict=True)
             ]
         )
         if (inner == before).all():
             break
-    return Fit(float(solution[0]), latency, bandwidth)
+    return Fit(float(solution[0]), latency, bandwidth, trees)
 
 
-def _inside(sample: Sample, inside: NetworkLevel | None) -> tuple[float, float]:
+def _inside(sample: Sample, inside: NetworkLevel | None, trees: bool) -> tuple[float, float]:
     """The seconds that a collective waits on the level inside, without a launch, and the seconds per byte there."""
     if inside is None or sample.sizes[0] == 1:
         return 0.0, 0.0
     _, per_byte = costs_over([inside], sample.sizes[:1])[sample.kind]
-    return messages_by_level(sample.kind, sample.sizes)[0] * inside.latency.of(sample.kind), per_byte
+    return messages_by_level(sample.kind, sample.sizes, (False, trees))[0] * inside.latency.of(sample.kind), per_byte
 
 
-def _at_this_level(sample: Sample) -> float:
+def _at_this_level(sample: Sample, trees: bool) -> float:
     """The payload with which a group with one rank in each unit of the outermost level sends as many bytes there."""
-    sent = sent_by_level(sample.kind, sample.sizes)[-1]
+    sent = sent_by_level(sample.kind, sample.sizes, (*(False for _ in sample.sizes[1:]), trees))[-1]
     return sample.payload * sent / wire_bytes(sample.kind, 1, sample.sizes[-1])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,8 +177,11 @@ def test_one_host_and_hosts_with_one_rank_have_one_level(hosts: int, each: int) 
     assert dict(groups_on(hosts, each)) == {(2,): groups_of(2, 4), (4,): groups_of(4, 4)}
 
 
-def test_the_figures_between_hosts_are_found_from_times_that_include_those_inside() -> None:
-    found = fit(on_hosts((1, 2), (1, 4), (2, 4)), INSIDE.level("inside", "a test", 2))
+@pytest.mark.parametrize("trees", [False, True])
+def test_the_figures_between_hosts_are_found_from_times_that_include_those_inside(trees: bool) -> None:
+    between = replace(BETWEEN, trees=trees)
+    found = fit(on_hosts((1, 2), (1, 4), (2, 4), between=between), INSIDE.level("inside", "a test", 2), trees)
+    assert found.level("between", "a test", None).trees is trees
     assert found.launch == pytest.approx(9e-5)
     assert found.latency == pytest.approx(LATENCY)
     assert found.bandwidth == pytest.approx(BETWEEN.bandwidth)
