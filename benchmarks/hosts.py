@@ -10,6 +10,7 @@ several on gloo with one thread, started by torchrun. In each case the processes
 * run GPT-2 of 2 layers by the plan that the search chooses for its batch alone, and by 12 others that a person may ask
   for, as in plan_order.py: predicted over measured time, and the order of the plans. With several processes on a host
   two of the plans split the batch over the hosts and the weights inside them, or both axes by the batch;
+* reduce 16 MB with several processes on a host, around one ring and in steps (`Hierarchy` in propagation/cost/cost.py);
 * run the same GPT-2 beside DDP, FSDP2, HSDP (FSDP2 inside a host, and replicas on the hosts), DTensor and the program
   by hand, as in step_overhead.py: ratios of steps of the same round, with quartiles.
 
@@ -24,7 +25,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,8 +55,12 @@ from partway.measure.contenders import Contender, disagreements, part, quartiles
 from partway.measure.workloads import Workload, tiny
 from partway.propagation.cost.profile import profile_of
 from partway.runtime import launched
+from partway.runtime.executors.execute import process_group, reducer
+from partway.strategy import Mesh
 
 MODEL = "gpt2"
+REDUCED = 2**24  # bytes
+RING, STEPS = "ring", "steps"
 PORT = "29500"
 
 
@@ -74,6 +80,8 @@ def run(hosts: int, each: int, rounds: int, folder: Path) -> None:
     pw.set_auto_parallel_context(device_profile=str(profile))
     work = WORKLOADS[MODEL]()
     found: dict[str, Any] = {"plans": measured(work, ranks, plans(work, hosts, each), rounds), "steps": {}}
+    if each > 1:
+        found["all_reduce"] = reductions(hosts, each, rounds)
     for how in ("data", "tensor"):
         found["steps"][how] = steps(work, layout(how, ranks), hosts, each, rounds)
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -124,6 +132,28 @@ def steps(work: Workload, how: Layout, hosts: int, each: int, rounds: int) -> di
         if wrong := list(disagreements(contender, small, how.data, torch.float64)):
             raise ValueError("\n".join(["the contenders do not compute the same", *wrong]))
     whole, _ = turns({each.name: timed_step(each) for each in contenders(work, torch.float32)}, rounds)
+    return whole
+
+
+def reductions(hosts: int, each: int, rounds: int) -> dict[str, tuple[float, ...]]:
+    """The seconds of an all_reduce of REDUCED bytes, around a ring and in steps."""
+    mesh, tensor = Mesh({"x": hosts * each}), torch.ones(REDUCED // 4)
+    group, steps = process_group(mesh, ("x",)), reducer(mesh, ("x",), each)
+
+    def timed(reduce: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
+        def run() -> tuple[float, float]:
+            tensor.fill_(1.0)
+            dist.barrier()
+            began = time.perf_counter()
+            reduce()
+            return time.perf_counter() - began, 0.0
+
+        return run
+
+    ring = timed(lambda: dist.all_reduce(tensor, group=group))
+    whole, _ = turns({RING: ring, STEPS: timed(lambda: steps.all_reduce(tensor, dist.ReduceOp.SUM).wait())}, rounds)
+    if tensor.unique().tolist() != [hosts * each]:
+        raise ValueError("the all_reduce in steps does not add up all ranks")
     return whole
 
 
@@ -179,6 +209,11 @@ def main(
         beside = {how: slowest([rank["steps"][how] for rank in ranks]) for how in ranks[0]["steps"]}
         for how, contenders in beside.items():
             console.print(table(f"{name}: {how}", contenders))
+        if local > 1:
+            beside["all_reduce"] = reduced = slowest([rank["all_reduce"] for rank in ranks])
+            ratios = [ours / flat for ours, flat in zip(reduced[STEPS], reduced[RING], strict=True)]
+            ms = 1e3 * statistics.median(reduced[RING])
+            print(f"{name}: an all_reduce in steps over one around a ring ({ms:.0f} ms) {quartiles(ratios)}")
         figures[name] = {
             **order, "predicted_over_measured": predicted, "steps": beside, "levels": ranks[0]["levels"],
         }  # fmt: skip

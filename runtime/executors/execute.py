@@ -74,7 +74,7 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     return made[mesh, axes]
 
 
-def _reducer(mesh: Mesh, axes: tuple[str, ...], within: int) -> HierarchicalReducer:
+def reducer(mesh: Mesh, axes: tuple[str, ...], within: int) -> HierarchicalReducer:
     """The all_reduces in steps over units of `within` ranks; every rank must request them in the same order."""
     made = of_world(_MadeMeshes).reducers
     if (mesh, axes, within) not in made:
@@ -187,7 +187,7 @@ class Worker:
             group, steps = process_group(self.mesh, c.axes), c.hierarchy
             seat = Seat(group, position, self._scratch)
             if steps is not None and c.kind is Kind.ALL_REDUCE and not has_nccl(group):
-                seat = replace(seat, reducer=_reducer(self.mesh, c.axes, steps.within), large=steps.least)
+                seat = replace(seat, reducer=reducer(self.mesh, c.axes, steps.within), large=steps.least)
             return ISSUERS[c.kind](c, seat)
         local = LOCAL[c.kind]
         if c.grouped:

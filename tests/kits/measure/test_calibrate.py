@@ -187,6 +187,15 @@ def test_the_figures_between_hosts_are_found_from_times_that_include_those_insid
     assert found.bandwidth == pytest.approx(BETWEEN.bandwidth)
 
 
+@pytest.mark.parametrize(("hosts", "each"), [(4, 2), (4, 1)])
+def test_an_all_reduce_of_gpus_goes_by_trees_between_hosts_and_of_cpus_around_a_ring(hosts: int, each: int) -> None:
+    sizes = [(1, 2), (1, 4), (2, 4), (2, 1)] if each > 1 else [(1, 2), (1, 4)]
+    samples = on_hosts(*sizes)
+    for device, trees in (("cuda", True), ("cpu", False)):
+        levels = module._levels([replace(s, sizes=s.sizes[2 - each :]) for s in samples], hosts, each, device, "a test")
+        assert [level.trees for level in levels] == [False, trees][2 - each :]
+
+
 def test_bytes_that_take_longer_inside_say_nothing_of_the_link_between_hosts() -> None:
     fast = Fit(9e-5, LATENCY, {(kind, n): 1e12 for kind in KINDS for n in RATE})
     inside = INSIDE.level("inside", "a test", 2)

@@ -10,8 +10,8 @@ from partway.propagation.ops.collectives import convert
 from partway.propagation.program.collective import Conversion
 from partway.runtime import Simulator, Worker
 from partway.runtime.code.assemble import assemble_code
-from partway.runtime.executors import execute, hierarchical
-from partway.runtime.executors.execute import _reducer
+from partway.runtime.executors import hierarchical
+from partway.runtime.executors.execute import reducer as reducer_of
 from partway.strategy import PARTIAL, REPLICATE, Mesh
 from partway.strategy.placement import PARTIAL_MAX
 
@@ -31,7 +31,7 @@ def addend(count, dtype, rank):
 def reduce_all(axes, within):
     small_chunks()
     mesh, rank = Mesh(axes), dist.get_rank()
-    reducer = _reducer(mesh, mesh.axes, within)
+    reducer = reducer_of(mesh, mesh.axes, within)
     cases = [(count, dtype, SUM) for dtype in DTYPES for count in (0, 1, 2, 15, 16, 17, 33, 200)]
     cases += [(200, torch.float32, MAX), (35, torch.bfloat16, MAX)]
     tensors = [addend(count, dtype, rank) for count, dtype, _ in cases]
@@ -52,7 +52,7 @@ def reduce_random():
     """Sums whose bits depend on the order of the addends are the same on all ranks."""
     small_chunks()
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
-    _reducer(Mesh({"x": 4}), ("x",), 2).all_reduce(tensor, SUM).wait()
+    reducer_of(Mesh({"x": 4}), ("x",), 2).all_reduce(tensor, SUM).wait()
     every = [torch.empty_like(tensor) for _ in range(4)]
     dist.all_gather(every, tensor)
     assert all(torch.equal(one, tensor) for one in every)
@@ -77,13 +77,12 @@ def code_of(source, hierarchy):
 def run_code(large, issued):
     small_chunks()
     mesh, rank, count = Mesh({"x": 4}), dist.get_rank(), []
-    made = execute._reducer
     for inference in (False, True):
         for source in (PARTIAL, PARTIAL_MAX):
             with torch.inference_mode(inference):
                 values = [addend(100, torch.float32, other).view(4, 25).t() for other in range(4)]
                 code = code_of(source, Hierarchy(2, large, 0.0, 0.0))
-                reducer = made(mesh, ("x",), 2)
+                reducer = reducer_of(mesh, ("x",), 2)
                 taken = reducer.all_reduce
 
                 def counted(tensor, reduction, taken=taken):
@@ -108,7 +107,7 @@ def test_a_program_reduces_large_tensors_in_steps_and_small_ones_at_once(on_rank
 def fail_once():
     """The error of a step reaches the rank that waits, and the thread goes on."""
     small_chunks()
-    reducer, rank = _reducer(Mesh({"x": 4}), ("x",), 2), dist.get_rank()
+    reducer, rank = reducer_of(Mesh({"x": 4}), ("x",), 2), dist.get_rank()
     broken = reducer.all_reduce(torch.ones(8), "no reduction")
     with pytest.raises(TypeError):
         broken.wait()
