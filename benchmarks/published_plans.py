@@ -233,7 +233,8 @@ def _unit(tensor: str) -> object:
     return "embedding" if "embed" in tensor or "positions" in tensor else "head"
 
 
-def _fused(program: Program) -> Program:
+def by_block(program: Program) -> Program:
+    """`program`, in which the collectives of the parameters of a block are one, and so are those of their gradients."""
     blocks = {c.tag: _unit(c.tensor) for c in program.conversions}
     policy: Any = _ByBlock(blocks)
     return fuse_program(program, FusionPolicies(policy, policy, policy))
@@ -279,20 +280,21 @@ def ingredients(spec: Spec) -> dict[str, Any]:
     draft = replace(draft, problem=pinned(draft.problem, request.module_plan or {}))
     draft = replace(draft, solution=solved(followed_by(draft.problem, spec.again), spec.free_again))
     draft = lowered(draft)
-    program = _fused(differentiated_program(inputs, draft.program, differentiated(graph)).program)
+    program = by_block(differentiated_program(inputs, draft.program, differentiated(graph)).program)
     own = [port for port in program.inputs if port.port.role is Role.PARAMETER]
     return {
         "parameters": sum(math.prod(port.local_shape) for port in own),
         "tensors": len(own),
         "held": _most_held(draft, program),
         "phases": {
-            "forward": _columns(program, program.forward.graph),
-            "backward": _columns(program, program.backward.graph) if program.backward is not None else {},
+            "forward": columns_of(program, program.forward.graph),
+            "backward": columns_of(program, program.backward.graph) if program.backward is not None else {},
         },
     }
 
 
-def _columns(program: Program, graph: fx.Graph) -> dict[str, list[Any]]:
+def columns_of(program: Program, graph: fx.Graph) -> dict[str, list[Any]]:
+    """The nodes of a graph of `program`: see `ingredients`."""
     meter = Meter(graph, program.mesh, profile_of("h100"))
     parameters = {c.tag: (str(c.source), str(c.target)) for c in program.conversions if c.parameter}
     place = {node: i for i, node in enumerate(graph.nodes)}

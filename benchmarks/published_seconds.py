@@ -336,19 +336,8 @@ class Step:
                 one, other = (sum(each[place] for each in graphs) for graphs in (last, rest))
                 found.append(one + (count - 1) * other)
         seconds, computing = (self.extrapolated(*found) for found in (ends, kernels))
-        optimizer = self.optimizer_bytes / (prices.profile.memory_bandwidth * prices.profile.reached.memory)
+        optimizer = optimizer_seconds(self.run, prices, self.parameters, self.gradients)
         return Prediction(seconds + optimizer, computing, seconds - computing, optimizer)
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """The bytes that Adam and the sums of gradients read and write in a step: weights in float32, both states and
-        the gradient are read, all but the gradient written, and weights written once more in bfloat16 if the float32
-        ones are copies. To add the gradient of a microbatch to a sum reads both and writes one."""
-        rules = self.run.rules
-        assert rules is not None
-        gradient = 4 if rules.sum32 else 2
-        of_adam = gradient + 3 * 4 + 3 * 4 + (rules.weights if rules.masters else 0)
-        return self.parameters * of_adam + 3 * gradient * self.gradients * (self.run.microbatches - 1)
 
     @property
     def memory(self) -> float:
@@ -361,6 +350,19 @@ class Step:
         sums = 4 * self.gradients if rules.masters and rules.sum32 else 4 * self.parameters if spec.fsdp > 1 else 0
         logits = 4 * spec.microbatch * spec.sequence * spec.model.vocab / spec.tp * rules.loss32
         return most + own + sums + logits
+
+
+def optimizer_seconds(run: Run, prices: Prices, parameters: float, gradients: float) -> float:
+    """The seconds of Adam and of the sums of gradients in a step of a rank with so many `parameters`, and `gradients`
+    that it adds up over microbatches: weights in float32, both states and the gradient are read, all but the gradient
+    written, and weights written once more in bfloat16 if the float32 ones are copies. To add the gradient of a
+    microbatch to a sum reads both and writes one."""
+    rules = run.rules
+    assert rules is not None
+    gradient = 4 if rules.sum32 else 2
+    of_adam = gradient + 3 * 4 + 3 * 4 + (rules.weights if rules.masters else 0)
+    moved = parameters * of_adam + 3 * gradient * gradients * (run.microbatches - 1)
+    return moved / (prices.profile.memory_bandwidth * prices.profile.reached.memory)
 
 
 def relative(step: Step, prices: Prices) -> float:
