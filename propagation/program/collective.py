@@ -144,7 +144,7 @@ def _steps(hierarchy: Hierarchy | None, kind: Kind, payload: int, size: int) -> 
     """What a collective does in several steps."""
     if hierarchy is None or kind is not Kind.ALL_REDUCE or payload < hierarchy.least:
         return ""
-    return f"first in {size // hierarchy.within} units of {hierarchy.within} ranks, and between these"
+    return f"inside {size // hierarchy.within} units of {hierarchy.within} ranks and then between these"
 
 
 def collectives_in(
