@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
+from round_profile import FLAT, NODE, profile_with
+from torch import fx, nn
 
+import partway as pw
 from partway.propagation.cost.cost import Hierarchy
 from partway.propagation.ops.collectives import convert
 from partway.propagation.program.collective import Conversion
@@ -102,6 +104,41 @@ def run_code(large, issued):
 @pytest.mark.parametrize(("large", "issued"), [(400, 4), (401, 0)])
 def test_a_program_reduces_large_tensors_in_steps_and_small_ones_at_once(on_ranks, large, issued):
     on_ranks(4, run_code, large, issued)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256, bias=False)).double()
+
+
+def train(profile, axes):
+    """Losses and gradients of 2 steps are those of one device, accumulated over two backwards and grouped, too."""
+    hierarchical.CHUNK = 2**17
+    pw.set_auto_parallel_context(device_profile=str(profile), comm_fusion={"allreduce": {"mode": "size", "config": 1}})
+    whole = {"*.weight": (None, None), "*.bias": (None,)}
+    plain, batch = net(), torch.randn(512, 256, dtype=torch.float64)
+    model = pw.shard(net(), mesh=axes, in_strategy=((tuple(axes), None),), parameter_plan=whole)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
+    for _ in range(2):
+        for _ in range(2):
+            losses = [each(batch).square().mean() for each in (plain, model)]
+            for loss in losses:
+                loss.backward()
+            assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = [c.steps for c in model.plan.collectives if c.phase == "backward"]
+    assert steps.count("inside 2 units of 2 ranks and then between these") == 2, steps  # not of the bias
+    assert "inside 2 units of 2 ranks and then between these" in str(model.program)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("axes", [{"x": 4}, {"host": 2, "local": 2}])
+def test_a_model_trains_as_on_one_device(on_ranks, tmp_path, axes):
+    profile = tmp_path / "profile.json"
+    profile_with(levels=[{**NODE, "devices": 2, "launch": 0}, {**FLAT, "bandwidth": 1e8}]).save(profile)
+    on_ranks(4, train, profile, axes)
 
 
 def fail_once():
