@@ -189,7 +189,7 @@ def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepPr
     if max(len(vertex.options) for vertex in whole.problem.vertices) <= FEW_OPTIONS:
         return some, dropped
     for many in MANY_OPTIONS:
-        if _work(some) <= LITTLE_WORK:
+        if _is_little_work(some):
             break
         worth = worth or [_worth(whole.problem, free, price / limit) for price in (0.0, *PRICES)]
         rows, dropped = _most_worth(whole.problem, free, worth, many)
@@ -227,9 +227,10 @@ def _worth(problem: SearchProblem, free: Solution, price: float) -> list[Floats]
     return narrowing.worth
 
 
-def _work(problem: KeepProblem) -> float:
-    """The sums of the elimination that finds the cheapest plan at a price."""
-    return elimination_order(problem.costs(np.zeros(len(problem.stretches)))).work
+def _is_little_work(problem: KeepProblem) -> bool:
+    """Whether the elimination that finds the cheapest plan at a price may run for many prices."""
+    costs = problem.costs(np.zeros(len(problem.stretches)))
+    return elimination_order(costs, give_up=LITTLE_WORK).work <= LITTLE_WORK
 
 
 def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Point, float]:
