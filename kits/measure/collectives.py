@@ -49,6 +49,7 @@ STRETCH = 512  # rows and columns of the matrices that are multiplied before a c
 LARGE, BESIDE = 4 * MB, 3.0  # a payload, and the factor by which the work beside it is longer
 WARM = 2  # turns that do not count
 LEAST = 1e-6  # seconds of a collective
+UNEVEN = 1.25  # times the mean that a rank takes if its link is slower
 ROUNDS = 8  # fits of a level, until it is known which samples it bounds
 SLOWEST = 0.05  # the least speed of a lane, relative to its speed alone
 
@@ -284,11 +285,19 @@ CALLS: Mapping[Kind, Call] = {
 
 
 def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample with the mean of the ranks: the first to arrive waits for as long as the last one computes longer."""
-    found: dict[tuple[Kind, tuple[int, ...], int], list[float]] = defaultdict(list)
+    """Each sample with the mean of the ranks: the first to arrive waits for as long as the last one computes longer. If
+    of large payloads the slowest rank takes UNEVEN times the mean, its link is slower than those of others, and its
+    times count: all groups of an axis wait for the slowest."""
+    found: dict[tuple[Kind, tuple[int, ...]], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in (sample for samples in ranks for sample in samples):
-        found[sample.kind, sample.sizes, sample.payload].append(sample.seconds)
-    return tuple(Sample(*key, statistics.fmean(seconds)) for key, seconds in found.items())
+        found[sample.kind, sample.sizes][sample.payload].append(sample.seconds)
+    every = []
+    for (kind, sizes), by_payload in found.items():
+        largest = by_payload[max(by_payload)]
+        uneven = max(largest) > UNEVEN * statistics.fmean(largest)
+        for payload, seconds in by_payload.items():
+            every.append(Sample(kind, sizes, payload, max(seconds) if uneven else statistics.fmean(seconds)))
+    return tuple(every)
 
 
 # -- Fitting ---------------------------------------------------------------------------------------------------------

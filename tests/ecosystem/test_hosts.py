@@ -109,6 +109,15 @@ def test_the_measured_bandwidth_is_that_of_the_link_and_plans_send_less_over_a_s
     assert sent[0] == 0 < sent[2]
 
 
+def test_a_link_that_is_slower_than_the_others_is_that_of_the_profile(tmp_path: Path) -> None:
+    with namespaces.several_hosts(4, "1gbit") as hosts:
+        hosts[3].limit("200mbit")
+        calibrated(hosts, 1, tmp_path)
+    found = sent_by_a_host(profile_of(tmp_path / "here.json").levels[-1], 1)
+    sys.stdout.write(f"\none of four links at 200 Mbit/s: {found / 25e6:.2f} of its rate\n")
+    assert found < 1.5 * 25e6
+
+
 def test_hosts_with_unequal_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "calibrate.py").write_text(CALIBRATE, encoding="utf-8")
     with namespaces.several_hosts(2) as hosts:

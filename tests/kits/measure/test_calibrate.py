@@ -121,9 +121,20 @@ def test_the_groups_of_a_size_are_those_along_the_axes_of_a_mesh() -> None:
 
 
 def test_a_collective_takes_what_its_ranks_take_on_average() -> None:
-    first, last = Sample(Kind.ALL_GATHER, (2,), 1024, 3e-3), Sample(Kind.ALL_GATHER, (2,), 1024, 1e-3)
+    first, last = Sample(Kind.ALL_GATHER, (2,), 1024, 3e-3), Sample(Kind.ALL_GATHER, (2,), 1024, 2e-3)
     other = Sample(Kind.ALL_REDUCE, (2,), 1024, 5e-3)
-    assert over_ranks([[first, other], [last]]) == (Sample(Kind.ALL_GATHER, (2,), 1024, 2e-3), other)
+    assert over_ranks([[first, other], [last]]) == (Sample(Kind.ALL_GATHER, (2,), 1024, 2.5e-3), other)
+
+
+def test_a_rank_whose_link_is_slower_sets_the_time_of_its_kind_of_groups() -> None:
+    def of_rank(small: float, large: float) -> list[Sample]:
+        pairs = [Sample(Kind.ALL_GATHER, (2,), n, seconds) for n, seconds in ((1024, small), (2**20, large))]
+        return [*pairs, Sample(Kind.ALL_GATHER, (4,), 2**20, 9e-3)]
+
+    pair, slow = [of_rank(1e-3, 4e-3)] * 3, of_rank(1.5e-3, 8e-3)
+    assert [s.seconds for s in over_ranks([*pair, slow])] == [1.5e-3, 8e-3, 9e-3]
+    late = of_rank(3e-3, 5e-3)  # computes longer, now and then
+    assert [s.seconds for s in over_ranks([*pair, late])] == pytest.approx([1.5e-3, 4.25e-3, 9e-3])
 
 
 def test_what_runs_together_is_slowed_down_by_as_much_as_was_lost() -> None:
