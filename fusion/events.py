@@ -163,8 +163,9 @@ def events_of(
                 waited |= others
                 others = frozenset()
             if item.lane == COMMUNICATION:
-                taken = item.waiting + item.per_byte * sum(work[node].payload for node in unit)
-                events.append(Send(count, taken, tuple(sorted(read))))
+                payload = sum(work[node].payload for node in unit)
+                waiting, per_byte = item.rates(payload)
+                events.append(Send(count, waiting + per_byte * payload, tuple(sorted(read))))
                 others, count = frozenset({count}), count + 1
         for node in unit:
             reads[node], over[node] = read, others

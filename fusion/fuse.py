@@ -11,6 +11,7 @@ updates     all_reduce of buffer updates, such as BatchNorm's running statistics
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -221,9 +222,12 @@ class _Outlook:
 
     @property
     def costs(self) -> Costs:
-        """For each key, the seconds of an empty message and of each byte."""
+        """For each key, the seconds of a message before and per byte, if it carries all its members."""
+        bytes_of = Counter[Key]()
+        for member in self.members:
+            bytes_of[member.key] += member.bytes
         works = [self.grouping.work[node] for node in self.nodes]
-        return {m.key: (work.waiting, work.per_byte) for m, work in zip(self.members, works, strict=True)}
+        return {m.key: work.rates(bytes_of[m.key]) for m, work in zip(self.members, works, strict=True)}
 
     def seconds(self, groups: Groups) -> float:
         """The duration of the graph with `groups`, in seconds."""

@@ -40,7 +40,16 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
-from ..cost.cost import LOOKUPS, collective_cost, looked_up, operator_seconds, outermost, rates_of
+from ..cost.cost import (
+    LOOKUPS,
+    Hierarchy,
+    collective_costs,
+    hierarchy,
+    looked_up,
+    operator_seconds,
+    outermost,
+    rates_of,
+)
 from ..cost.profile import ALONE, DeviceProfile, Together
 from ..cost.rates import VIEW
 from ..graph.nodes import is_pointwise, is_view, operands
@@ -102,7 +111,7 @@ def predict(graphs: Mapping[str, fx.Graph], mesh: Mesh, profile: DeviceProfile) 
 
 class Work(NamedTuple):
     """The time of a node: `waiting + per_byte * payload + copying` seconds on its lane (None: no time). `level`: the
-    outermost level of the network that a collective uses.
+    outermost level of the network that a collective uses; `hierarchy`: the steps of a large one, if it has several.
 
     A `late` node waits for nothing: a tensor is taken out of a group only where it is read.
     """
@@ -116,11 +125,20 @@ class Work(NamedTuple):
     axes: tuple[str, ...] = ()
     copying: float = 0.0
     level: int = 0
+    hierarchy: Hierarchy | None = None
 
     @property
     def seconds(self) -> float:
         """The seconds on its lane."""
-        return self.waiting + self.per_byte * self.payload + self.copying
+        waiting, per_byte = self.rates(self.payload)
+        return waiting + per_byte * self.payload + self.copying
+
+    def rates(self, payload: float) -> tuple[float, float]:
+        """The seconds of a collective of `payload` bytes before and per byte: a large one may have several steps."""
+        steps = self.hierarchy
+        if steps is None or payload < steps.least:
+            return self.waiting, self.per_byte
+        return steps.waiting, steps.per_byte
 
     @property
     def args(self) -> dict[str, Any]:
@@ -163,7 +181,8 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together
             lanes.compute(item.seconds)
         elif item.lane == COMMUNICATION:
             payload, copying = (sum(getattr(work[node], name) for node in unit) for name in ("payload", "copying"))
-            number = lanes.send(item.level, item.waiting, item.per_byte * payload + copying)
+            waiting, per_byte = item.rates(payload)
+            number = lanes.send(item.level, waiting, per_byte * payload + copying)
             waits = frozenset({number})
             of_collectives[number] = len(begun)
         begun.append((unit, start, lanes.clock))
@@ -289,10 +308,13 @@ class Meter:
                 for operand in node.all_input_nodes
                 for part in _tensors(self.values[operand])
             )
-            waiting, per_byte = collective_cost(kind, payload, self.mesh, tuple(axes), self.profile)
-            copying = self._copying(node, before, after)
-            level = outermost(self.mesh, tuple(axes), self.profile)
-            return Work(COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes), copying, level)
+            over = self.mesh, tuple(axes), self.profile
+            waiting, per_byte = collective_costs(*over)[kind]
+            return Work(
+                COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes),
+                self._copying(node, before, after), outermost(*over),
+                hierarchy(*over) if kind is Kind.ALL_REDUCE else None,
+            )  # fmt: skip
         if kind is Kind.NOTHING:
             return self._call(node)
         rates = self.profile.rates_of(str(aten.clone.default))  # a part of a tensor, which is copied

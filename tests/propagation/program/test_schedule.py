@@ -13,13 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_examples import examples
+from round_profile import PAIRS
 from torch import fx, nn
 
 import partway as pw
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.events import Compute, Offer, Send, events_of
 from partway.fusion.fuse import fuse_program
-from partway.propagation.cost.cost import collective_seconds, operator_seconds, outermost
+from partway.propagation.cost.cost import collective_seconds, hierarchy, operator_seconds, outermost
 from partway.propagation.cost.profile import Together, profile_of
 from partway.propagation.cost.rates import OperatorRates, Rates
 from partway.propagation.ops.collectives import convert
@@ -199,6 +200,28 @@ def test_a_collective_takes_what_the_cost_model_says_of_its_payload(source, targ
     found = taken(graph_of(fn, (16,)))["convert"]
     assert (found.lane, found.kind, found.payload) == ("communication", kind, payload)
     assert found.seconds == pytest.approx(collective_seconds(Kind(kind), payload, MESH, ("dp",), H100))
+
+
+def test_a_large_all_reduce_between_nodes_and_a_group_of_smaller_ones_take_what_their_steps_take():
+    def fn(x, y, z):
+        return [convert(part, "P", "R", ["dp"], 4, 0) for part in (x, y, z)]
+
+    def sum_of(payload):
+        return collective_seconds(Kind.ALL_REDUCE, payload, MESH, ("dp",), PAIRS)
+
+    least = hierarchy(MESH, ("dp",), PAIRS).least
+    many, few = least // 4 + 1, least // 6  # floats: two times the few are many
+    graph = graph_of(fn, (many,), (few,), (few,))
+    work = work_of(graph, MESH, PAIRS)
+    x, y, z = graph.find_nodes(op="call_function", target=torch.ops.partway.convert.default)
+    assert work[x].seconds == pytest.approx(sum_of(4 * many))
+    assert work[y].seconds == pytest.approx(sum_of(4 * few))
+    assert sum_of(8 * few) < 2 * sum_of(4 * few) - PAIRS.levels[-1].launch
+    for unit, payload in (((x,), 4 * many), ((y, z), 8 * few)):
+        _, end = play([(node,) for node in graph.nodes if node.op == "placeholder"] + [unit], work)
+        assert end == pytest.approx(sum_of(payload))
+        events, _ = events_of([(node,) for node in graph.nodes if node.op == "placeholder"] + [unit], work, [])
+        assert [event.seconds for event in events] == [pytest.approx(sum_of(payload))]
 
 
 @pytest.mark.parametrize(
