@@ -15,6 +15,7 @@ over 2 hosts of 2 ranks at 1 Gbit/s took 225.) `Hierarchy` in propagation/cost/c
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -51,6 +52,9 @@ class Issued:
             self._done.set_result(None)
 
 
+Asked = SimpleQueue[tuple[Issued, Iterator[None]] | None]
+
+
 class HierarchicalReducer:
     """The all_reduces of one group of ranks. `inside`: the process group of this rank's unit; `between`: that of the
     ranks at its place in all units. Nothing else uses these process groups."""
@@ -59,8 +63,9 @@ class HierarchicalReducer:
         self._inside, self._between = inside, between
         self._own, self._ranks = dist.get_rank(inside), dist.get_world_size(inside)
         self._others = [rank for rank in range(self._ranks) if rank != self._own]
-        self._asked: SimpleQueue[tuple[Issued, Iterator[None]]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="partway all_reduce", daemon=True)
+        self._asked: Asked = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._asked,), name="partway all_reduce", daemon=True)
+        weakref.finalize(self, self._asked.put, None)
 
     def all_reduce(self, tensor: Tensor, reduction: Any) -> Issued:
         """Reduce a contiguous `tensor` on the CPU over the group, in place."""
@@ -69,13 +74,6 @@ class HierarchicalReducer:
         issued = Issued()
         self._asked.put((issued, self._chunks(tensor, reduction)))
         return issued
-
-    def _serve(self) -> None:
-        with torch.no_grad():
-            while True:
-                issued, steps = self._asked.get()
-                issued.run(steps)
-                del issued, steps
 
     def _chunks(self, tensor: Tensor, reduction: Any) -> Iterator[None]:
         """The steps of all chunks: each step of a chunk follows the step before of the next one."""
@@ -118,6 +116,15 @@ class HierarchicalReducer:
 
     def _receive(self, room: Tensor, rank: int, tag: int) -> Any:
         return dist.irecv(room, group=self._inside, group_src=rank, tag=tag)
+
+
+def _serve(asked: Asked) -> None:
+    """Reduce what is asked for, until None is."""
+    with torch.no_grad():
+        while (each := asked.get()) is not None:
+            issued, steps = each
+            issued.run(steps)
+            del each, issued, steps
 
 
 def _wait(works: list[Any]) -> None:

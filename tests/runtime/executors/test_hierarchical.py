@@ -1,5 +1,7 @@
 """An all_reduce in three steps computes what one step computes."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ from partway.runtime import Simulator, Worker
 from partway.runtime.code.assemble import assemble_code
 from partway.runtime.executors import hierarchical
 from partway.runtime.executors.execute import reducer as reducer_of
+from partway.runtime.executors.hierarchical import HierarchicalReducer
 from partway.strategy import PARTIAL, REPLICATE, Mesh
 from partway.strategy.placement import PARTIAL_MAX
+from partway.strategy.torch_mesh import nested_groups
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.complex64)
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -152,6 +156,22 @@ def fail_once():
     tensor = torch.full((8,), float(rank))
     reducer.all_reduce(tensor, SUM).wait()
     assert tensor.tolist() == [6.0] * 8
+
+
+def leave():
+    """The thread ends with its reducer: a process may join one group after another."""
+    before, mesh = set(threading.enumerate()), Mesh({"x": 4})
+    reducer = HierarchicalReducer(*nested_groups(mesh, ("x",), 2, None, "a test"))
+    reducer.all_reduce(torch.ones(8), SUM).wait()
+    (thread,) = (each for each in threading.enumerate() if each not in before and "all_reduce" in each.name)
+    del reducer
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.gloo
+def test_the_thread_ends_with_its_reducer(on_ranks):
+    on_ranks(4, leave)
 
 
 @pytest.mark.gloo
