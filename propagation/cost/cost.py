@@ -95,7 +95,7 @@ def steps(kind: Kind, size: int) -> int:
 def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> float:
     """The predicted time of one collective of `payload` bytes (see `wire_bytes`); raises as `collective_cost`."""
     waiting, per_byte = collective_cost(kind, payload, mesh, axes, profile)
-    return waiting + per_byte * payload
+    return float(waiting + per_byte * payload)
 
 
 def collective_cost(
