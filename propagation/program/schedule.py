@@ -311,10 +311,16 @@ class Meter:
             over = self.mesh, tuple(axes), self.profile
             waiting, per_byte = collective_costs(*over)[kind]
             return Work(
-                COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes),
-                self._copying(node, before, after), outermost(*over),
-                hierarchy(*over) if kind is Kind.ALL_REDUCE else None,
-            )  # fmt: skip
+                COMMUNICATION,
+                waiting,
+                per_byte,
+                payload,
+                kind=kind.value,
+                axes=tuple(axes),
+                copying=self._copying(node, before, after),
+                level=outermost(*over),
+                hierarchy=hierarchy(*over) if kind is Kind.ALL_REDUCE else None,
+            )
         if kind is Kind.NOTHING:
             return self._call(node)
         rates = self.profile.rates_of(str(aten.clone.default))  # a part of a tensor, which is copied
