@@ -52,7 +52,7 @@ from .rates import OTHER, POINTWISE, VIEW, OperatorRates, Rates
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
 BACKWARD_FACTOR = 2.0
-CHUNK = 1 << 21  # bytes of an all_reduce in three steps that run one step together
+CHUNK = 1 << 20  # bytes of an all_reduce in three steps that run one step together
 CACHED = 1 << 26  # bytes that may fit in a cache, and are not limited by the memory's bandwidth
 
 
