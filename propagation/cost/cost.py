@@ -103,11 +103,9 @@ def collective_cost(
 ) -> tuple[Any, Any]:
     """The seconds of a collective of `payload` bytes over the group that `axes` span, and the seconds per byte; a local
     kind takes none. Of several payloads either may be an array. Raises as `collective_costs`."""
-    waiting, per_byte = collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
-    if kind is not Kind.ALL_REDUCE or not (steps := hierarchy(mesh, axes, profile)):
-        return waiting, per_byte
-    large = np.asarray(payload) >= steps.least
-    return np.where(large, steps.waiting, waiting)[()], np.where(large, steps.per_byte, per_byte)[()]
+    once = collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
+    steps = hierarchy(mesh, axes, profile) if kind is Kind.ALL_REDUCE else None
+    return steps.or_once(payload, *once) if steps else once
 
 
 @lru_cache(maxsize=4096)
@@ -149,6 +147,11 @@ class Hierarchy:
     least: int
     waiting: float
     per_byte: float
+
+    def or_once(self, payload: ArrayLike, waiting: float, per_byte: float) -> tuple[Any, Any]:
+        """The seconds before and per byte of `payload` bytes in these steps, or in one, which takes the given ones."""
+        large = np.asarray(payload) >= self.least
+        return np.where(large, self.waiting, waiting)[()], np.where(large, self.per_byte, per_byte)[()]
 
 
 @lru_cache(maxsize=4096)

@@ -135,10 +135,8 @@ class Work(NamedTuple):
 
     def rates(self, payload: float) -> tuple[float, float]:
         """The seconds of a collective of `payload` bytes before and per byte: a large one may have several steps."""
-        steps = self.hierarchy
-        if steps is None or payload < steps.least:
-            return self.waiting, self.per_byte
-        return steps.waiting, steps.per_byte
+        once = self.waiting, self.per_byte
+        return self.hierarchy.or_once(payload, *once) if self.hierarchy else once
 
     @property
     def args(self) -> dict[str, Any]:
