@@ -12,7 +12,7 @@ process of its own, so caches are cold and the peak of its memory is its own. Th
     differentiate  the forward and backward graphs, and what is done to them before collectives are fused
 
 A case fails, and with it the command (exit status 1), when the search takes more than 2 CPU seconds, everything but
-capture more than 10 (both together: of loops, and without a mesh 5, of 128k tokens 10), or the process more than 1.5
+capture more than 10 (each of both: of loops, and without a mesh 5, of 128k tokens 10), or the process more than 1.5
 GB. A case that runs out of time or memory is shown as "over", and fails. `AUTOPARALLEL` holds what another planner
 needs for the same shapes. The growth with depth and with devices is plotted to out/plan_time.png where matplotlib is
 installed.

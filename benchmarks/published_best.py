@@ -4,10 +4,11 @@
 
 A setting is a model, a kind and number of GPUs, and a length of sequences; of the published rows of a setting that
 published.py can express, the one with the highest MFU counts. Without `--all` there is one setting for each model and
-kind of GPU. Partway gets the model with all its layers, the sequences
-that all GPUs process at a time, and the memory of a GPU, and chooses the mesh, the layout of every tensor, and what the
-backward computes again. Nothing is annotated. The numbers of sequences and microbatches of a step, the formula of the
-MFU, and the bytes per parameter are those of the row.
+kind of GPU.
+
+Partway gets the model with all its layers, the sequences that all GPUs process at a time, and the memory of a GPU, and
+chooses the mesh, the layout of every tensor, and what the backward computes again. Nothing is annotated. The numbers of
+sequences and microbatches of a step, the formula of the MFU, and the bytes per parameter are those of the row.
 
 Both steps are predicted with the package's prices by published_seconds.py. So the ratio of the two is that of the
 layouts; beside it stands what was measured. In a microbatch of the found plan all its collectives run.
@@ -149,6 +150,8 @@ def main(
             continue
         cache.plan(run.specs)
         steps, where = steps_of([run], cache), f"{run.n_gpus} {run.kind}"
+        if not steps:
+            continue  # the cache has printed why
         try:
             best = best_plan(run)
         except StrategyError as error:
