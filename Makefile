@@ -71,7 +71,7 @@ test-long: $(STAMP)
 test-kits: $(STAMP)
 	$(call pytest,-m "not slow and not gpu" tests/kits)
 
-# Several hosts with links of given rates; `make conformance` runs these tests, too. One worker: they measure.
+# Several hosts with links of given rates. One worker, and nothing beside it in `make conformance`: they measure.
 hosts: WORKERS := 1
 hosts: $(STAMP)
 	$(call pytest,-m hosts tests/ecosystem)
@@ -80,9 +80,9 @@ hosts: $(STAMP)
 canaries: $(STAMP)
 	$(BIN)/python tests/conformance/canaries.py
 
-conformance: $(STAMP) $(VENV)/.ray oldest
+conformance: $(STAMP) $(VENV)/.ray oldest hosts
 	command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get install -y --no-install-recommends chromium; } || true
-	$(call pytest,-m "(slow or deep or hypothesis) and not gpu" --hypothesis-profile deep --timeout 3600)
+	$(call pytest,-m "(slow or deep or hypothesis) and not hosts and not gpu" --hypothesis-profile deep --timeout 3600)
 
 # Jobs on a real API server of Kubernetes, which is built from Debian's sources the first time, as root: 4 to 20 minutes.
 conformance-k8s: $(STAMP)

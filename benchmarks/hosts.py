@@ -10,7 +10,8 @@ several on gloo with one thread, started by torchrun. In each case the processes
 * run GPT-2 of 2 layers by the plan that the search chooses for its batch alone, and by 12 others that a person may ask
   for, as in plan_order.py: predicted over measured time, and the order of the plans. With several processes on a host
   two of the plans split the batch over the hosts and the weights inside them, or both axes by the batch;
-* reduce 16 MB with several processes on a host, around one ring and in steps (`Hierarchy` in propagation/cost/cost.py);
+* reduce, gather and scatter 16 MB with several processes on a host, around one ring and in steps (`Hierarchy` in
+  propagation/cost/cost.py);
 * run the same GPT-2 beside DDP, FSDP2, HSDP (FSDP2 inside a host, and replicas on the hosts), DTensor and the program
   by hand, as in step_overhead.py: ratios of steps of the same round, with quartiles.
 
@@ -27,6 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,11 +58,13 @@ from partway.measure.contenders import Contender, disagreements, part, quartiles
 from partway.measure.workloads import Workload, tiny
 from partway.propagation.cost.profile import profile_of
 from partway.runtime import launched
-from partway.runtime.executors.execute import process_group, reducer
+from partway.runtime.executors.execute import hierarchical_group, process_group
+from partway.runtime.executors.issue import Scratch, Seat
 from partway.strategy import Mesh
+from partway.strategy.placement import Kind
 
 MODEL = "gpt2"
-REDUCED = 2**24  # bytes
+MOVED = 2**24  # bytes
 RING, STEPS = "ring", "steps"
 PORT = "29500"
 
@@ -81,7 +86,7 @@ def run(hosts: int, each: int, rounds: int, folder: Path) -> None:
     work = WORKLOADS[MODEL]()
     found: dict[str, Any] = {"plans": measured(work, ranks, plans(work, hosts, each), rounds), "steps": {}}
     if each > 1:
-        found["all_reduce"] = reductions(hosts, each, rounds)
+        found["collectives"] = collectives(hosts, each, rounds)
     for how in ("data", "tensor"):
         found["steps"][how] = steps(work, layout(how, ranks), hosts, each, rounds)
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -135,26 +140,34 @@ def steps(work: Workload, how: Layout, hosts: int, each: int, rounds: int) -> di
     return whole
 
 
-def reductions(hosts: int, each: int, rounds: int) -> dict[str, tuple[float, ...]]:
-    """The seconds of an all_reduce of REDUCED bytes, around a ring and in steps."""
-    mesh, tensor = Mesh({"x": hosts * each}), torch.ones(REDUCED // 4)
-    group, steps = process_group(mesh, ("x",)), reducer(mesh, ("x",), each)
+def collectives(hosts: int, each: int, rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
+    """The seconds of each kind of collective of MOVED bytes, around a ring and in steps."""
+    mesh, whole = Mesh({"x": hosts * each}), torch.ones(MOVED // 4)
+    group, part = process_group(mesh, ("x",)), torch.ones(MOVED // 4 // (hosts * each))
+    ring = Seat(group, mesh.own_rank(dist.get_rank()), Scratch())
+    ways = {RING: ring, STEPS: replace(ring, in_steps=hierarchical_group(mesh, ("x",), each))}
 
-    def timed(reduce: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
+    def timed(start: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
         def run() -> tuple[float, float]:
-            tensor.fill_(1.0)
+            whole.fill_(1.0)
             dist.barrier()
             began = time.perf_counter()
-            reduce()
+            start().wait()
             return time.perf_counter() - began, 0.0
 
         return run
 
-    ring = timed(lambda: dist.all_reduce(tensor, group=group))
-    whole, _ = turns({RING: ring, STEPS: timed(lambda: steps.all_reduce(tensor, dist.ReduceOp.SUM).wait())}, rounds)
-    if tensor.unique().tolist() != [hosts * each]:
-        raise ValueError("the all_reduce in steps does not add up all ranks")
-    return whole
+    kinds: dict[Kind, Callable[[Seat], Any]] = {
+        Kind.ALL_REDUCE: lambda seat: seat.all_reduce(whole, dist.ReduceOp.SUM),
+        Kind.ALL_GATHER: lambda seat: seat.all_gather(whole, part),
+        Kind.REDUCE_SCATTER: lambda seat: seat.reduce_scatter(part, whole),
+    }
+    found = {}
+    for kind, begin in kinds.items():
+        found[str(kind)], _ = turns({way: timed(partial(begin, seat)) for way, seat in ways.items()}, rounds)
+    if part.unique().tolist() != [hosts * each]:
+        raise ValueError("the reduce_scatter in steps does not add up all ranks")
+    return found
 
 
 # -- All cases ---------------------------------------------------------------------------------------------------------
@@ -210,10 +223,12 @@ def main(
         for how, contenders in beside.items():
             console.print(table(f"{name}: {how}", contenders))
         if local > 1:
-            beside["all_reduce"] = reduced = slowest([rank["all_reduce"] for rank in ranks])
-            ratios = [ours / flat for ours, flat in zip(reduced[STEPS], reduced[RING], strict=True)]
-            ms = 1e3 * statistics.median(reduced[RING])
-            print(f"{name}: an all_reduce in steps over one around a ring ({ms:.0f} ms) {quartiles(ratios)}")
+            beside["collectives"] = dict[str, Any]()
+            for kind in ranks[0]["collectives"]:
+                beside["collectives"][kind] = moved = slowest([rank["collectives"][kind] for rank in ranks])
+                ratios = [ours / flat for ours, flat in zip(moved[STEPS], moved[RING], strict=True)]
+                ms = 1e3 * statistics.median(moved[RING])
+                print(f"{name}: {kind} in steps over one around a ring ({ms:.0f} ms) {quartiles(ratios)}")
         figures[name] = {
             **order, "predicted_over_measured": predicted, "steps": beside, "levels": ranks[0]["levels"],
         }  # fmt: skip

@@ -370,9 +370,10 @@ def moved_meta(node: torch.fx.Node, old: torch.fx.Node, new: torch.fx.Node) -> d
     return kept | {key: new.meta[key] for key in fields if key in new.meta}
 
 
-def autocasts(name: str, device: str) -> bool:
-    """Whether the autocast of a device casts the operands of the ATen operator `name`."""
-    return _dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device.upper()}")
+def autocasts(device: str) -> frozenset[str]:
+    """The names of the ATen operators whose operands the autocast of a device casts."""
+    key, names = f"Autocast{device.upper()}", (name for name in all_operator_names() if name.startswith("aten::"))
+    return frozenset(name[len("aten::") :] for name in names if _dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def autocast_library(device: str) -> contextlib.AbstractContextManager[torch.library.Library]:

@@ -33,13 +33,13 @@ from ...strategy.placement import (
     steps_between,
 )
 from ..ops.collectives import COLLECTIVES, is_reduction, shares_of
-from .cost import Weights, collective_costs, hierarchy
+from .cost import Weights, collective_costs, hierarchies
 from .profile import DeviceProfile
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]
 Mask = NDArray[np.bool_]
-CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
+AT_A_TIME = 2**16  # costs that are relaxed at a time: they stay in the cache
 _SLACK = 1 / 8  # the share of padding allowed in layouts that ranks store permanently, unless annotated
 _PARTIAL: dict[str | None, tuple[Placement, ...]] = {None: (), "sum": (PARTIAL,), "max": (PARTIAL_MAX,)}
 # `fixed` and `linear` by the states of a step; (from, to, bytes by byte of the value, least, fixed, linear) of each
@@ -211,7 +211,7 @@ class ConversionTable:
         known = self._known
         missing = [code for code in dict.fromkeys(sources) if code not in known]
         if missing:
-            chunk = max(1, CHUNK // len(self.digits))
+            chunk = max(1, AT_A_TIME // len(self.digits))
             for start in range(0, len(missing), chunk):
                 part = missing[start : start + chunk]
                 distances = self._distances(part)
@@ -392,15 +392,15 @@ def _coefficients(
     weights: Weights,
 ) -> tuple[_Coefficients, ...]:
     """For each set of axes `fixed` and `linear`: a step over them costs `fixed + linear * bytes of the value, whole
-    along these axes`, and what a large all_reduce gains in three steps. Steps over several axes all communicate: local
-    steps cost the same one axis at a time."""
+    along these axes`, and what a large collective gains in steps by level. Steps over several axes all communicate:
+    local steps cost the same one axis at a time."""
     steps = []
     for i, j, ways in steps_between(states, gradient):
         if stay_split and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
             continue
         if stay_split and ways[0] is Kind.PAD:  # padding and summing amounts to a gather
             continue
-        sent = [(way, wider if phase and is_reduction(way) else 1) for phase, way in enumerate(ways)]
+        sent = [(way, wider if wider > 1 and phase and is_reduction(way) else 1) for phase, way in enumerate(ways)]
         steps.append((i, j, [*sent, sent[0]] if again else sent))
     collectives = {way for _, _, sent in steps for way, _ in sent if way.communicates}
     copying = weights.compute / (profile.reached.memory * profile.memory_bandwidth)
@@ -413,7 +413,7 @@ def _coefficients(
         collective = {
             way: (weights.latency * costs[way][0], weights.wire * part * costs[way][1]) for way, part in shares.items()
         }
-        prices, in_steps = local | collective, hierarchy(mesh, axes, profile)
+        prices, in_steps = local | collective, hierarchies(mesh, axes, profile)
         gains = []
         fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
         np.fill_diagonal(fixed, 0.0)
@@ -425,9 +425,9 @@ def _coefficients(
                 seconds, per_byte = prices.get(way, (0.0, 0.0))
                 fixed[i, j] += seconds
                 linear[i, j] += times * per_byte
-                if way is Kind.ALL_REDUCE and in_steps:
-                    waiting = weights.latency * in_steps.waiting - seconds
-                    gains.append((i, j, times, in_steps.least, waiting, weights.wire * in_steps.per_byte - per_byte))
+                if (faster := in_steps.get(way)) is not None:
+                    waiting = weights.latency * faster.waiting - seconds
+                    gains.append((i, j, times, faster.least, waiting, weights.wire * faster.per_byte - per_byte))
         coefficients.append((fixed, linear, gains))
     return tuple(coefficients)
 

@@ -52,7 +52,7 @@ from .rates import OTHER, POINTWISE, VIEW, OperatorRates, Rates
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
 BACKWARD_FACTOR = 2.0
-CHUNK = 1 << 20  # bytes of an all_reduce in three steps that run one step together
+CHUNK = 1 << 20  # bytes of payload of a collective in steps that run one step together
 CACHED = 1 << 26  # bytes that may fit in a cache, and are not limited by the memory's bandwidth
 
 
@@ -104,7 +104,7 @@ def collective_cost(
     """The seconds of a collective of `payload` bytes over the group that `axes` span, and the seconds per byte; a local
     kind takes none. Of several payloads either may be an array. Raises as `collective_costs`."""
     once = collective_costs(mesh, axes, profile).get(kind, (0.0, 0.0))
-    steps = hierarchy(mesh, axes, profile) if kind is Kind.ALL_REDUCE else None
+    steps = hierarchies(mesh, axes, profile).get(kind)
     return steps.or_once(payload, *once) if steps else once
 
 
@@ -136,13 +136,18 @@ def outermost(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """An all_reduce in three steps: a reduce_scatter in each unit of `within` consecutive ranks of the group, an
-    all_reduce between the units of each rank's share, and an all_gather in each unit; they overlap, chunk by chunk.
+    """The steps of a large collective of a kind: inside units of `within` consecutive ranks of its group, and between
+    these units. They overlap, chunk by chunk.
+
+    all_reduce       a reduce_scatter inside, an all_reduce of each rank's share between the units, an all_gather inside
+    reduce_scatter   a reduce_scatter inside, and one of each rank's share between the units
+    all_gather       an all_gather of the parts of the ranks at one place of all units, and one inside
 
     least                the bytes of payload from which on it is faster than in one step
     waiting, per_byte    its seconds before and per byte of payload
     """
 
+    kind: Kind
     within: int
     least: int
     waiting: float
@@ -154,33 +159,42 @@ class Hierarchy:
         return np.where(large, self.waiting, waiting)[()], np.where(large, self.per_byte, per_byte)[()]
 
 
+_TIMES_INSIDE = {Kind.ALL_REDUCE: 2, Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 1}  # the steps inside a unit
+
+
 @lru_cache(maxsize=4096)
-def hierarchy(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> Hierarchy | None:
-    """The fastest three steps of a large all_reduce over the group that `axes` span; None if one step is as fast, and
-    between units that NCCL joins by trees, since it has such steps itself.
+def hierarchies(mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> Mapping[Kind, Hierarchy]:
+    """The fastest steps of large collectives over the group that `axes` span, of each kind that is faster in steps than
+    in one; none between units that NCCL joins by trees, since it has such steps itself.
 
     Worked example: 2 hosts of 2 ranks, 1 GB/s out of each rank, 10 GB/s inside. Around a ring of 4 each rank sends half
-    of 2 * 3/4 of the payload between hosts, 0.75 ns a byte; in three steps half of 2 * 1/2, so 0.5 ns.
+    of 2 * 3/4 of the payload of an all_reduce between hosts, 0.75 ns a byte; in three steps half of 2 * 1/2, so 0.5 ns.
+    An all_gather, and a reduce_scatter, takes half of either.
     """
-    levels, sizes = profile.levels, _sizes(mesh, axes, profile)
-    once, per_byte = costs_over(levels, sizes)[Kind.ALL_REDUCE]
-    ways = [way for cut in range(1, len(sizes)) if (way := _in_steps(levels, sizes, cut))]
-    slope, waiting, within = min(ways, default=(per_byte, once, 1))
-    if slope >= per_byte:
-        return None
-    return Hierarchy(within, max(0, math.ceil((waiting - once) / (per_byte - slope))), waiting, slope)
+    levels, sizes, found = profile.levels, _sizes(mesh, axes, profile), dict[Kind, Hierarchy]()
+    for kind in _TIMES_INSIDE if sum(size > 1 for size in sizes) > 1 else ():
+        once, per_byte = collective_costs(mesh, axes, profile)[kind]
+        ways = [way for cut in range(1, len(sizes)) if (way := _in_steps(kind, levels, sizes, cut))]
+        slope, waiting, within = min(ways, default=(per_byte, once, 1))
+        if slope < per_byte:
+            least = max(0, math.ceil((waiting - once) / (per_byte - slope)))
+            found[kind] = Hierarchy(kind, within, least, waiting, slope)
+    return found
 
 
-def _in_steps(levels: Sequence[NetworkLevel], sizes: Sequence[int], cut: int) -> tuple[float, float, int] | None:
-    """The seconds per byte of payload and before them of three steps with units of the levels up to `cut`, and the
-    ranks of a unit; None if there is no such unit, no other one, or a tree joins them."""
-    units, within = sizes[cut:], math.prod(sizes[:cut])
+def _in_steps(
+    kind: Kind, levels: Sequence[NetworkLevel], sizes: Sequence[int], cut: int
+) -> tuple[float, float, int] | None:
+    """The seconds per byte of payload and before them of the steps of `kind` with units of the levels up to `cut`, and
+    the ranks of a unit; None if there is no such unit, no other one, or a tree joins them."""
+    units, within, times = sizes[cut:], math.prod(sizes[:cut]), _TIMES_INSIDE[kind]
     trees = any(level.trees and n > 1 for level, n in zip(levels[cut:], units, strict=True))
     if within == 1 or math.prod(units) == 1 or trees:
         return None
     messages, inside = costs_over(levels[:cut], sizes[:cut])[Kind.ALL_TO_ALL]  # in each direction
-    waiting, between = costs_over(levels[cut:], units)[Kind.ALL_REDUCE]
-    return max(2 * inside, between / within), 2 * messages + waiting + 2 * inside * CHUNK, within
+    waiting, between = costs_over(levels[cut:], units)[kind]
+    before = times * messages + waiting + times * inside * CHUNK
+    return max(times * inside, between / within), before, within
 
 
 def costs_over(levels: Sequence[NetworkLevel], sizes: Sequence[int]) -> Mapping[Kind, tuple[float, float]]:

@@ -14,7 +14,7 @@ from ...strategy.placement import Kind, Placement, kind, step_kind
 from ..cost.cost import Hierarchy, collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from ..graph.printer import Notes
-from ..ops.collectives import convert, convert_group, is_reduction, kind_of, payload_of_whole
+from ..ops.collectives import convert, convert_group, is_gather, is_reduction, kind_of, payload_of_whole
 from ..problem.problem import SUMMED_IN
 
 PHASES = ("forward", "backward")
@@ -30,8 +30,8 @@ class Conversion:
     `gradient`: its transpose runs in the planned backward. `again`: it stands for a conversion whose forward runs once
     more in the backward (recompute.py). `repeated`: its result is not kept, and it runs again where the backward reads
     it. For an exchange, `whole_bytes` are those of the whole dim. `wider`: how many times as many bytes an element has
-    while sums of the backward send it (gradient_fp32_sync). `hierarchy`: the steps of large all_reduces over its axes,
-    if they have several.
+    while sums of the backward send it (gradient_fp32_sync). `hierarchies`: the kinds of collectives over its axes that
+    have several steps if they are large.
     """
 
     tag: int
@@ -52,7 +52,7 @@ class Conversion:
     again: bool = False
     repeated: bool = False
     wider: int = 1
-    hierarchy: Hierarchy | None = None
+    hierarchies: tuple[Hierarchy, ...] = ()
 
     def kind(self, phase: str) -> Kind:
         """The kind of the conversion in the "forward" or the "backward"."""
@@ -65,6 +65,10 @@ class Conversion:
         forward = self.again or phase == "forward"
         kind, whole = self.kind(phase), self.whole_bytes * (self.wider if self.is_wide(phase) else 1)
         return payload_of_whole(kind, self.source, self.target, whole, self.size, forward)
+
+    def hierarchy(self, kind: Kind) -> Hierarchy | None:
+        """The steps of a large collective of `kind` over its axes; None if it has one step."""
+        return next((each for each in self.hierarchies if each.kind is kind), None)
 
     def is_wide(self, phase: str) -> bool:
         """Whether it is a sum in a phase that sends wider elements than its tensor has."""
@@ -136,15 +140,17 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
         predicted_time=collective_seconds(kind, payload, mesh, conversion.axes, profile),
         tag=conversion.tag,
         members=(conversion.tensor,),
-        steps=_steps(conversion.hierarchy, kind, payload, conversion.size),
+        steps=_steps(conversion.hierarchy(kind), payload, conversion.size),
     )
 
 
-def _steps(hierarchy: Hierarchy | None, kind: Kind, payload: int, size: int) -> str:
+def _steps(hierarchy: Hierarchy | None, payload: int, size: int) -> str:
     """What a collective does in several steps."""
-    if hierarchy is None or kind is not Kind.ALL_REDUCE or payload < hierarchy.least:
+    if hierarchy is None or payload < hierarchy.least:
         return ""
-    return f"inside {size // hierarchy.within} units of {hierarchy.within} ranks and then between these"
+    units = f"{size // hierarchy.within} units of {hierarchy.within} ranks"
+    first, then = ("between", "inside") if is_gather(hierarchy.kind) else ("inside", "between")
+    return f"{first} {units} and then {then} these"
 
 
 def collectives_in(
@@ -162,9 +168,9 @@ def collectives_in(
             if (alone := single(node.args[5])) is not None:
                 found[node] = alone
         elif node.target is convert_group:
-            members = [single(tag) for tag in node.args[5]]
-            steps = conversions[node.args[5][0]].hierarchy
-            found[node] = _joined([m for m in members if m is not None], steps, mesh, profile)
+            members = [each for tag in node.args[5] if (each := single(tag)) is not None]
+            steps = conversions[node.args[5][0]].hierarchy(members[0].kind)
+            found[node] = _joined(members, steps, mesh, profile)
     return found
 
 
@@ -178,7 +184,7 @@ def _joined(members: list[Collective], steps: Hierarchy | None, mesh: Mesh, prof
         tensor=f"{len(members)} tensors",
         predicted_time=collective_seconds(first.kind, payload, mesh, first.axes, profile),
         members=tuple(m.tensor for m in members),
-        steps=_steps(steps, first.kind, payload, first.group_size),
+        steps=_steps(steps, payload, first.group_size),
     )
 
 

@@ -23,7 +23,7 @@ from ...strategy.layout import Layout
 from ...strategy.layout import layout as layout_of
 from ...strategy.placement import REPLICATE, Kind, Placement, Shard, kind
 from ..cost.conversion import ConversionStep, once_more, with_cuts
-from ..cost.cost import hierarchy
+from ..cost.cost import Hierarchy, hierarchies
 from ..graph.graph import Text
 from ..graph.nodes import (
     Value,
@@ -233,7 +233,7 @@ class _Lowering:
             where=call.name,
             path=module_path(call),
             line=source_line(at) or source_line(call),
-            hierarchy=hierarchy(self.settings.mesh, c.axes, self.settings.profile),
+            hierarchies=self._hierarchies(c.axes),
         )
 
     def _local_form(self, emit: Emitter, local: Localize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -435,7 +435,7 @@ class _Lowering:
             path=module_path(at),
             line=source_line(at),
             repeated=again,
-            hierarchy=hierarchy(self.settings.mesh, step.axes, self.settings.profile),
+            hierarchies=self._hierarchies(step.axes),
         )
         self.conversions.append(conversion)
         converted = self.graph.call_function(
@@ -448,6 +448,9 @@ class _Lowering:
             converted = self.graph.call_function(torch.ops.aten.clone.default, (converted,))
             compute_again(converted, False)
         return converted
+
+    def _hierarchies(self, axes: tuple[str, ...]) -> tuple[Hierarchy, ...]:
+        return tuple(hierarchies(self.settings.mesh, axes, self.settings.profile).values())
 
     def _is_parameter(self, v: Value) -> bool:
         return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER

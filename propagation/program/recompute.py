@@ -205,6 +205,8 @@ def checkpointed(program: Program) -> frozenset[fx.Node]:
     """
     graph = program.forward.graph
     regions = _regions(graph, returned_by(graph)[: len(program.outputs)])
+    if not regions:
+        return frozenset()
     chosen: set[fx.Node] = set()
     random: set[fx.Node] = set()
     for node in calls_of(graph):

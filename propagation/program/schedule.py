@@ -44,7 +44,7 @@ from ..cost.cost import (
     LOOKUPS,
     Hierarchy,
     collective_costs,
-    hierarchy,
+    hierarchies,
     looked_up,
     operator_seconds,
     outermost,
@@ -317,7 +317,7 @@ class Meter:
                 axes=tuple(axes),
                 copying=self._copying(node, before, after),
                 level=outermost(*over),
-                hierarchy=hierarchy(*over) if kind is Kind.ALL_REDUCE else None,
+                hierarchy=hierarchies(*over).get(kind),
             )
         if kind is Kind.NOTHING:
             return self._call(node)

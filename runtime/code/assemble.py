@@ -46,8 +46,8 @@ def assemble_code(
         slots[node] = len(slots)
         operands = tuple(slots[o] for o in operands_of(node))
         if (relayout := relayout_of(node, phase)) is not None:
-            steps = reasons[relayout.tags[0]].hierarchy if relayout.tags[0] < len(reasons) else None
-            relayout = replace(relayout, hierarchy=steps)
+            if relayout.tags[0] < len(reasons):
+                relayout = replace(relayout, hierarchy=reasons[relayout.tags[0]].hierarchy(relayout.kind))
             instructions.append(ConvertLayout(slots[node], operands, node.name, relayout))
             continue
         if node.target is position:

@@ -34,7 +34,7 @@ class Relayout:
     owned     for each tensor, whether nothing else reads its memory, so that it may hold the result
     private   for each tensor, whether each simulated rank has its own memory, see `CallOperator`
     loose     whether the result may have any strides
-    hierarchy    the steps of large all_reduces, if they have several
+    hierarchy    its steps if it is large, if it then has several
     """
 
     kind: Kind

@@ -22,7 +22,6 @@ from ...propagation.program.program import PlacedPort
 from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
-from ...strategy.placement import Kind
 from ...strategy.torch_mesh import has_nccl, nested_groups, own_group, own_rank, to_device_mesh
 from ..code.instructions import CallOperator, Code, ConvertLayout, Instruction, Mark, Relayout, TellPosition
 from ..code.slices import LOCAL, Placed, full_part, part_of, short_part
@@ -33,7 +32,7 @@ from ..ranks.replicas import ledger_of
 from ..ranks.watch import told, watch
 from ..ranks.world import of_world
 from ..torch_internals import local_part_of, timeout_of
-from .hierarchical import HierarchicalReducer
+from .hierarchical import HierarchicalGroup
 from .issue import ISSUERS, Scratch, Seat, as_bytes
 
 
@@ -43,7 +42,7 @@ class _MadeMeshes:
     def __init__(self) -> None:
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
-        self.reducers: dict[tuple[Mesh, tuple[str, ...], int], HierarchicalReducer] = {}
+        self.in_steps: dict[tuple[Mesh, tuple[str, ...], int], HierarchicalGroup] = {}
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -74,12 +73,12 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     return made[mesh, axes]
 
 
-def reducer(mesh: Mesh, axes: tuple[str, ...], within: int) -> HierarchicalReducer:
-    """The all_reduces in steps over units of `within` ranks; every rank must request them in the same order."""
-    made = of_world(_MadeMeshes).reducers
+def hierarchical_group(mesh: Mesh, axes: tuple[str, ...], within: int) -> HierarchicalGroup:
+    """The collectives in steps over units of `within` ranks; every rank must request them in the same order."""
+    made = of_world(_MadeMeshes).in_steps
     if (mesh, axes, within) not in made:
         groups = nested_groups(mesh, axes, within, timeout_of(dist.group.WORLD), ",".join(axes))
-        made[mesh, axes, within] = HierarchicalReducer(*groups)
+        made[mesh, axes, within] = HierarchicalGroup(*groups)
     return made[mesh, axes, within]
 
 
@@ -186,8 +185,9 @@ class Worker:
         if c.kind.communicates:
             group, steps = process_group(self.mesh, c.axes), c.hierarchy
             seat = Seat(group, position, self._scratch)
-            if steps is not None and c.kind is Kind.ALL_REDUCE and not has_nccl(group):
-                seat = replace(seat, reducer=reducer(self.mesh, c.axes, steps.within), large=steps.least)
+            if steps is not None and not has_nccl(group):
+                in_steps = hierarchical_group(self.mesh, c.axes, steps.within)
+                seat = replace(seat, in_steps=in_steps, large=steps.least)
             return ISSUERS[c.kind](c, seat)
         local = LOCAL[c.kind]
         if c.grouped:

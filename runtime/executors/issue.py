@@ -28,7 +28,7 @@ from ..code.slices import addends_of, first_row, joined, pieces, slice_of, windo
 from ..code.strides import contiguous
 from ..ranks.stragglers import waits
 from ..torch_internals import coalescing_manager
-from .hierarchical import HierarchicalReducer
+from .hierarchical import HierarchicalGroup
 
 # torch 2.13 renamed these two and warns about the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -87,20 +87,39 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank's seat in a collective: its position in the process group, memory for buffers, and what all_reduces of
-    at least `large` bytes run on, if they have several steps."""
+    """This rank's seat in a collective: its position in the process group, memory for buffers, and what runs it in
+    steps from a payload of `large` bytes on, if it has several."""
 
     group: Any
     position: int
     scratch: Scratch
-    reducer: HierarchicalReducer | None = None
+    in_steps: HierarchicalGroup | None = None
     large: int = 0
 
     def all_reduce(self, buffer: Tensor, reduction: Any) -> Any:
-        """Start to reduce a contiguous `buffer` in place; returns what to wait for."""
-        if self.reducer is not None and buffer.nbytes >= self.large and buffer.device.type == "cpu":
-            return self.reducer.all_reduce(buffer, reduction)
+        """Start to reduce a contiguous `buffer` in place; returns what to wait for, as those below do."""
+        if (steps := self._steps(buffer)) is not None:
+            return steps.all_reduce(buffer, reduction)
         return dist.all_reduce(buffer, reduction, group=self.group, async_op=True)
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Any:
+        """Start to write the vectors `part` of all ranks into the vector `out`."""
+        if (steps := self._steps(out)) is not None:
+            return steps.all_gather(out, part)
+        return all_gather(out, part, group=self.group, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, addends: Tensor) -> Any:
+        """Start to write the sum of this rank's part of the vectors `addends` into the vector `out`."""
+        if (steps := self._steps(addends)) is not None:
+            return steps.reduce_scatter(out, addends)
+        return reduce_scatter(out, addends, group=self.group, async_op=True)
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Any:
+        """Start to send each rank its part of the vector `parts`, and to write what arrives into the vector `out`."""
+        return dist.all_to_all_single(out, parts, group=self.group, async_op=True)
+
+    def _steps(self, payload: Tensor) -> HierarchicalGroup | None:
+        return self.in_steps if payload.nbytes >= self.large and payload.device.type == "cpu" else None
 
 
 Issue = Callable[..., Pending]  # takes the tensors of a conversion
@@ -208,7 +227,7 @@ def _reduce_scatter(c: Relayout, parts: list[Tensor], owned: list[bool], seat: S
     alone, shapes = len(parts) == 1, [stack.shape[1:] for stack in stacks]
     out = _room(sent.shape[1], sent, alone, taken, seat.scratch)
     dtype, width = rows.dtype, rows.shape[1]
-    work = reduce_scatter(out, sent.view(-1), group=seat.group, async_op=True)
+    work = seat.reduce_scatter(out, sent.view(-1))
 
     def received() -> list[Tensor]:
         slices = [piece[0] for piece in _unpack(out.to(dtype).view(1, width), shapes)]
@@ -221,12 +240,12 @@ def _reduce_scatter(c: Relayout, parts: list[Tensor], owned: list[bool], seat: S
 
 def _all_gather(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
     """The tensors whose slices are the `parts` of the ranks."""
-    return _collected(c, [part[None] for part in parts], all_gather, seat)
+    return _collected(c, [part[None] for part in parts], seat.all_gather, seat)
 
 
 def _all_to_all(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat) -> _Issued:
     """This rank's slices, along one dim, of the tensors whose slices along another dim are the `parts` of the ranks."""
-    return _collected(c, [_pieces(part, c.target, c.size) for part in parts], dist.all_to_all_single, seat)
+    return _collected(c, [_pieces(part, c.target, c.size) for part in parts], seat.all_to_all, seat)
 
 
 def _collected(c: Relayout, stacks: list[Tensor], call: Callable[..., Any], seat: Seat) -> _Issued:
@@ -235,7 +254,7 @@ def _collected(c: Relayout, stacks: list[Tensor], call: Callable[..., Any], seat
     short = isinstance(c.source, Shard) and c.source.cut is not None
     whole = len(stacks) == 1 and c.dims[0] == 0 and not short  # the received buffer is the result
     out = _room(rows.shape[1] * c.size, rows, whole, taken, seat.scratch)
-    work = call(as_bytes(out), as_bytes(rows), group=seat.group, async_op=True)
+    work = call(as_bytes(out), as_bytes(rows))
     shapes, width = [stack.shape[1:] for stack in stacks], rows.shape[1]
 
     def received() -> list[Tensor]:

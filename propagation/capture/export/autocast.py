@@ -22,7 +22,6 @@ from ....strategy.basics.blocks import afterwards
 from ....strategy.errors import CaptureError
 from ...torch_internals import (
     OpOverload,
-    all_operator_names,
     autocast_library,
     autocasts,
     excluding_autocast,
@@ -199,8 +198,7 @@ _WHOLE = _WHOLE_ON_CPU | _names("""
 @lru_cache(maxsize=1)
 def _listed() -> dict[str, frozenset[str]]:
     """The names of the operators that each device casts."""
-    names = [name.removeprefix("aten::") for name in all_operator_names() if name.startswith("aten::")]
-    return {device: frozenset(name for name in names if autocasts(name, device)) for device in _DEVICES}
+    return {device: autocasts(device) for device in _DEVICES}
 
 
 def _whole(device: str) -> frozenset[str]:

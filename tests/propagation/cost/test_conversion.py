@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.cost.conversion import ConversionStep, ConversionTable, conversion_table, tie, with_cuts
-from partway.propagation.cost.cost import WEIGHTS, Level, collective_cost, hierarchy
+from partway.propagation.cost.cost import WEIGHTS, Level, collective_cost, hierarchies
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.collectives import COLLECTIVES, convert
 from partway.runtime import record_collectives
@@ -124,9 +124,9 @@ def test_costs_are_those_of_the_shortest_chains_of_steps(shape, sizes, gradient,
 
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize(("shape", "wider"), [((64,), 1), ((1024, 64), 1), ((120, 64), 2)])
-def test_large_all_reduces_between_nodes_cost_what_their_steps_cost(shape, wider, level):
+def test_large_collectives_between_nodes_cost_what_their_steps_cost(shape, wider, level):
     table = table_of(shape, (2, 4), level=level, profile=PAIRS, wider=wider)
-    least = hierarchy(table.mesh, table.mesh.axes, PAIRS).least
+    least = hierarchies(table.mesh, table.mesh.axes, PAIRS)[Kind.ALL_REDUCE].least
     assert {(64,): 0, (1024, 64): 2, (120, 64): 1}[shape] == sum(8 * math.prod(shape) * n >= least for n in (1, wider))
     expected = dict(nx.all_pairs_dijkstra_path_length(steps_of(table)))
     for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):

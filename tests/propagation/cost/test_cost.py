@@ -12,9 +12,10 @@ from partway.propagation.cost.cost import (
     WEIGHTS,
     Level,
     collective_cost,
+    collective_costs,
     collective_seconds,
     costs_over,
-    hierarchy,
+    hierarchies,
     looked_up,
     operator_seconds,
     ranks_by_level,
@@ -136,7 +137,8 @@ def test_an_all_reduce_by_trees_waits_for_the_logarithm_of_the_nodes_and_crosses
     waiting = 1e-5 + 2 * (7 * 2e-6 + 5 * 1e-6)
     assert cost(Kind.ALL_REDUCE, (32, 8), trees) == pytest.approx((waiting, 2 / 8 * 31 / 32 / 1e9))
     assert cost(Kind.ALL_REDUCE, (33, 8), trees)[0] == pytest.approx(waiting + 2e-6)
-    assert cost(Kind.ALL_GATHER, (32, 8), trees) == cost(Kind.ALL_GATHER, (32, 8), NODES)
+    mesh = Mesh.of_sizes((32, 8))
+    assert cost(Kind.ALL_GATHER, (32, 8), trees) == collective_costs(mesh, mesh.axes, NODES)[Kind.ALL_GATHER]
 
 
 def test_an_all_reduce_over_2048_ranks_waits_for_fewer_messages_than_there_are_ranks():
@@ -144,25 +146,35 @@ def test_an_all_reduce_over_2048_ranks_waits_for_fewer_messages_than_there_are_r
     assert 1e-4 < waiting < 3e-4
 
 
-# 2 nodes of 2 ranks: 1e-5 + 6 messages and 2 * 3/4 / 2 of the payload flat; in steps 2 * (5e-6 + 2e-6) + 1e-5 +
-# 2 * 1e-6 and 2 * 1/2 of a chunk inside, and 2 * 1/2 / 2 of the payload between the nodes.
-FLAT_WAITS, WAITS = 1e-5 + 2 * (2 * 2e-6 + 1e-6), 1.4e-5 + 1.2e-5 + CHUNK / 1e11
+# 2 nodes of 2 ranks, an all_reduce: 1e-5 + 6 messages and 2 * 3/4 / 2 of the payload flat; in steps 2 * (5e-6 + 2e-6) +
+# 1e-5 + 2 * 1e-6 and 2 * 1/2 of a chunk inside, and 2 * 1/2 / 2 of the payload between the nodes. One that only gathers
+# or scatters does half of either.
+def seconds_of(times):
+    """Before a byte, in one step and in several."""
+    return 1e-5 + times * (2 * 2e-6 + 1e-6), 1e-5 + times * (7e-6 + 1e-6 + CHUNK / 2e11)
 
 
-def test_a_large_all_reduce_goes_in_steps_where_less_crosses_between_the_nodes():
-    steps = hierarchy(Mesh({"x": 4}), ("x",), PAIRS)
-    least = (WAITS - FLAT_WAITS) / 0.25e-9
-    assert (steps.within, steps.least) == (2, pytest.approx(least, abs=1))
-    assert cost(Kind.ALL_REDUCE, (4,), PAIRS, payload=least - 1) == pytest.approx((FLAT_WAITS, 0.75e-9))
-    assert cost(Kind.ALL_REDUCE, (4,), PAIRS, payload=least + 2) == pytest.approx((WAITS, 0.5e-9))
-    assert collective_seconds(Kind.ALL_REDUCE, 1e9, Mesh({"x": 4}), ("x",), PAIRS) == pytest.approx(WAITS + 0.5)
-    both = cost(Kind.ALL_REDUCE, (2, 2), PAIRS, payload=np.array([0, 1e9]))
-    assert [list(figures) for figures in both] == [pytest.approx([FLAT_WAITS, WAITS]), pytest.approx([0.75e-9, 0.5e-9])]
+IN_STEPS = [(Kind.ALL_REDUCE, 2), (Kind.ALL_GATHER, 1), (Kind.REDUCE_SCATTER, 1)]
 
 
-def test_a_price_meets_that_of_one_step_where_the_steps_begin():
-    least = hierarchy(Mesh({"x": 4}), ("x",), PAIRS).least
-    seconds = [collective_seconds(Kind.ALL_REDUCE, n, Mesh({"x": 4}), ("x",), PAIRS) for n in (least - 1, least)]
+@pytest.mark.parametrize(("kind", "times"), IN_STEPS)
+def test_a_large_collective_goes_in_steps_where_less_crosses_between_the_nodes(kind, times):
+    once, waits = seconds_of(times)
+    steps = hierarchies(Mesh({"x": 4}), ("x",), PAIRS)[kind]
+    least = (waits - once) / (times * 0.125e-9)
+    assert (steps.kind, steps.within, steps.least) == (kind, 2, pytest.approx(least, abs=1))
+    rates = times * 0.375e-9, times * 0.25e-9
+    assert cost(kind, (4,), PAIRS, payload=least - 1) == pytest.approx((once, rates[0]))
+    assert cost(kind, (4,), PAIRS, payload=least + 2) == pytest.approx((waits, rates[1]))
+    assert collective_seconds(kind, 1e9, Mesh({"x": 4}), ("x",), PAIRS) == pytest.approx(waits + 1e9 * rates[1])
+    both = cost(kind, (2, 2), PAIRS, payload=np.array([0, 1e9]))
+    assert [list(figures) for figures in both] == [pytest.approx([once, waits]), pytest.approx(list(rates))]
+
+
+@pytest.mark.parametrize(("kind", "times"), IN_STEPS)
+def test_a_price_meets_that_of_one_step_where_the_steps_begin(kind, times):
+    least = hierarchies(Mesh({"x": 4}), ("x",), PAIRS)[kind].least
+    seconds = [collective_seconds(kind, n, Mesh({"x": 4}), ("x",), PAIRS) for n in (least - 1, least)]
     assert seconds[1] == pytest.approx(seconds[0], rel=1e-4)
 
 
@@ -176,16 +188,18 @@ def test_a_price_meets_that_of_one_step_where_the_steps_begin():
         ((4,), (0,), profile_with(levels=[{**NODE, "devices": 2, "bandwidth": 1e9}, FLAT])),  # as slow inside
     ],
 )
-def test_an_all_reduce_has_one_step_where_more_do_not_help(sizes, axes, profile):
+def test_a_collective_has_one_step_where_more_do_not_help(sizes, axes, profile):
     mesh = Mesh.of_sizes(sizes)
-    assert hierarchy(mesh, tuple(mesh.axes[axis] for axis in axes), profile) is None
+    assert not hierarchies(mesh, tuple(mesh.axes[axis] for axis in axes), profile)
 
 
-def test_the_units_of_an_all_reduce_are_those_of_the_level_within_the_slowest():
+def test_the_units_of_a_collective_are_those_of_the_level_within_the_slowest():
     levels = [{**NODE, "devices": 2}, {**NODE, "name": "rack", "devices": 4}, FLAT]
-    assert hierarchy(Mesh({"x": 8}), ("x",), profile_with(levels=levels)).within == 4
+    found = hierarchies(Mesh({"x": 8}), ("x",), profile_with(levels=levels))
+    assert {kind: steps.within for kind, steps in found.items()} == {kind: 4 for kind, _ in IN_STEPS}
     slow_racks = [levels[0], {**FLAT, "name": "rack", "devices": 4}, FLAT]
-    assert hierarchy(Mesh({"x": 8}), ("x",), profile_with(levels=slow_racks)).within == 2
+    found = hierarchies(Mesh({"x": 8}), ("x",), profile_with(levels=slow_racks))
+    assert {kind: steps.within for kind, steps in found.items()} == {kind: 2 for kind, _ in IN_STEPS}
 
 
 def test_messages_from_rank_to_rank_cross_with_what_other_nodes_lack():

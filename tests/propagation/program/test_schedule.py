@@ -20,7 +20,7 @@ import partway as pw
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.events import Compute, Offer, Send, events_of
 from partway.fusion.fuse import fuse_program
-from partway.propagation.cost.cost import collective_seconds, hierarchy, operator_seconds, outermost
+from partway.propagation.cost.cost import collective_seconds, hierarchies, operator_seconds, outermost
 from partway.propagation.cost.profile import Together, profile_of
 from partway.propagation.cost.rates import OperatorRates, Rates
 from partway.propagation.ops.collectives import convert
@@ -209,7 +209,7 @@ def test_a_large_all_reduce_between_nodes_and_a_group_of_smaller_ones_take_what_
     def sum_of(payload):
         return collective_seconds(Kind.ALL_REDUCE, payload, MESH, ("dp",), PAIRS)
 
-    least = hierarchy(MESH, ("dp",), PAIRS).least
+    least = hierarchies(MESH, ("dp",), PAIRS)[Kind.ALL_REDUCE].least
     many, few = least // 4 + 1, least // 6  # floats: two times the few are many
     graph = graph_of(fn, (many,), (few,), (few,))
     work = work_of(graph, MESH, PAIRS)
