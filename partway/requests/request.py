@@ -118,7 +118,7 @@ def _dynamic_problems(dynamic: Any) -> Iterator[Problem]:
             for dim, bounds in dims.items() if isinstance(dims, Mapping) else ():
                 if bounds is not None and not _is_range(bounds):
                     what = "write the least and the largest size, such as (1, 4096), or None"
-                    yield Problem(f"{where}[{dim}]", f"is {bounds!r}", what)
+                    yield Problem(f"{where}[{dim}]", f"is {shown(bounds)}", what)
 
 
 def _is_range(bounds: Any) -> bool:

@@ -100,7 +100,7 @@ def _type_problems(text: object, reduce: object, whole: object, linear: object) 
     entries = linear if isinstance(linear, Sequence) and not isinstance(linear, str) else [None]
     if not all(isinstance(entry, int | str) and not isinstance(entry, bool) for entry in entries):
         fix = 'write a tuple of operands, such as (0, 1), or ("0 1",) for operands in which it is linear together'
-        yield Problem("linear", f"is {linear!r}", fix)
+        yield Problem("linear", f"is {shown(linear)}", fix)
 
 
 class OperatorRule:
@@ -123,7 +123,7 @@ class OperatorRule:
             _changed()
         else:
             self.remove()
-            raise StrategyError(f"rule decorates an operator or a function that writes its local form, not {fn!r}")
+            raise StrategyError(f"rule decorates an operator or a function that writes its local form, not {shown(fn)}")
         return fn
 
     def __enter__(self) -> OperatorRule:

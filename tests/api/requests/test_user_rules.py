@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -311,11 +312,15 @@ def test_all_that_is_wrong_with_a_rule_is_said_at_once() -> None:
         assert text in str(found.value)
 
 
+DEEP = functools.reduce(lambda inner, _: [inner], range(5000), [])
+
+
 @pytest.mark.parametrize(
     ("operator", "text", "options", "words"),
     [
         ("partway_tests::bmm", BMM, {"reduce": 3}, "reduce: is 3 (int); write a str"),
         ("partway_tests::bmm", BMM, {"linear": "0"}, "linear: is '0'; write a tuple of operands"),
+        ("partway_tests::bmm", BMM, {"linear": DEEP}, "linear: is a list that is too large to be shown"),
         ("partway_tests::bmm", BMM, {"reduce": "b"}, "reduce='b' names 'b', which every result has"),
         ("partway_tests::bmm", "b m n", {}, "is not of the form 'operands -> results'"),
         ("partway_tests::bmm", "a -> +a", {}, "'+' stands before the result '+a'"),

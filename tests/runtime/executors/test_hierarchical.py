@@ -187,7 +187,7 @@ BETWEEN_FIRST = "between 2 units of 2 ranks and then inside these"
 @pytest.mark.parametrize(
     ("at_rest", "expected"),
     [
-        ("whole", {("all_reduce", INSIDE_FIRST): 2}),  # not of the bias
+        ("whole", {("all_reduce", INSIDE_FIRST): 2, ("all_gather", BETWEEN_FIRST): 1}),  # not of the bias
         ("in parts", {("all_gather", BETWEEN_FIRST): 3, ("reduce_scatter", INSIDE_FIRST): 2}),
     ],
 )
