@@ -94,7 +94,8 @@ def _own_group(mesh: Mesh, groups: Sequence[Sequence[int]], timeout: timedelta |
 
 
 def own_rank(mesh: Mesh) -> int:
-    """The rank of this process on `mesh`. Raises StrategyError if the mesh lacks it."""
+    """The rank of this process on `mesh`. Raises StrategyError if the mesh lacks it, and as `check_ranks` does."""
+    check_ranks(mesh, dist.get_world_size())
     return mesh.own_rank(dist.get_rank())
 
 

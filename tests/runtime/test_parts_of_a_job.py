@@ -12,6 +12,7 @@ from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
+from partway.strategy.torch_mesh import own_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -99,11 +100,14 @@ def refused() -> list[str]:
             with pytest.raises(pw.PartwayError) as error:
                 pw.shard(model(0), mesh=mesh)
             said.append(str(error.value))
-    return said
+    with pytest.raises(pw.PartwayError) as error:
+        own_rank(pw.Mesh({"tp": 2}))  # before any process group is made, as for the parts of a model that was sent here
+    return [*said, str(error.value)]
 
 
 def test_ranks_that_cannot_be_on_a_mesh_are_refused(on_ranks: Ranks) -> None:
-    outside, other, fewer = on_ranks(4, refused)[2]
+    outside, other, fewer, before = on_ranks(4, refused)[2]
     assert outside == "the mesh (tp=2 on ranks 1, 4) names rank 4, and the job has the ranks 0 to 3"
     assert other == ("rank 2 of the job is not on the mesh tp=2 on ranks 0, 1; let only its ranks make this call")
     assert fewer.startswith("the mesh (tp=2) has 2 devices, but there are 4 ranks; start 2 processes")
+    assert before == fewer
