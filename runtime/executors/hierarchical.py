@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from ...propagation.cost.cost import CHUNK
 
 _INSIDE, _BETWEEN, _SUMS = 1, 2, 3  # the tags of messages
+Steps = Iterator[None]  # each is issued, and waited for where the generator goes on
 
 
 class Issued:
@@ -37,7 +38,7 @@ class Issued:
         """Wait until the result is there. Raises what a step of it raised."""
         self._done.result()
 
-    def run(self, steps: Iterator[None]) -> None:
+    def run(self, steps: Steps) -> None:
         """Take all steps."""
         try:
             for _ in steps:
@@ -48,10 +49,7 @@ class Issued:
             self._done.set_result(None)
 
 
-Asked = SimpleQueue[tuple[Issued, Iterator[None]] | None]
-
-
-Steps = Iterator[None]  # each is issued, and waited for where the generator goes on
+Asked = SimpleQueue[tuple[Issued, Steps] | None]
 
 
 class HierarchicalGroup:
