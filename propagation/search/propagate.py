@@ -32,4 +32,4 @@ def sharding_propagation(problem: SearchProblem) -> Solution:
 def _most_split(options: Options) -> int:
     """The option of an input that splits its leading dim into the most parts."""
     table = options.tables[1][0]
-    return int(np.argmax(table.parts(0)[options.results[0]])) if table else 0
+    return int(np.argmax(table.parts(0)[options.results[0]])) if table and table.shape else 0

@@ -37,3 +37,10 @@ def test_propagation_spreads_an_annotation_to_its_neighbours(lab):
         chosen = problem.vertices[vertex].options[solution.choice[vertex]]
         assert chosen.factors == ("_1",)
         assert chosen.operands[1].placements == (BROADCAST,)
+
+
+def test_an_input_without_dims_has_nothing_to_split(lab):
+    x, scale = torch.ones(8, 4).double(), torch.tensor(2.0).double()
+    problem = lab.problem_of(lambda x, scale: x * scale, (x, scale), lab.LINE)
+    solution = sharding_propagation(problem)
+    assert solution.cost == pytest.approx(dynamic_programming(problem).cost)
