@@ -25,7 +25,7 @@ from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import returned_by
 from ..propagation.graph.port import Role
-from ..propagation.ops.collectives import COLLECTIVES, convert, convert_group, is_gather, kind_of, payload_bytes
+from ..propagation.ops.collectives import COLLECTIVES, TAG, convert, convert_group, is_gather, kind_of, payload_bytes
 from ..propagation.program.program import Program
 from ..propagation.program.schedule import UNHEARD, Unit, Work, play, work_of
 from ..strategy.mesh import Mesh
@@ -116,7 +116,7 @@ def _first_use(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
 
 def _converts(graph: fx.Graph, parameters: Parameters, kind: Kind) -> Iterator[fx.Node]:
     for node in graph.find_nodes(op="call_function", target=convert):
-        _, source, target, _, _, tag = node.args
+        source, target, tag = (node.args[place] for place in (1, 2, TAG))
         if tag in parameters and kind_of(str(source), str(target)) is kind:
             yield node
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from .cut import Cut, Span
 from .errors import StrategyError, shown
 from .mesh import Mesh
-from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Shard, dual
+from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Routed, Shard, dual
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Layout:
                 f"a layout on the mesh {self.mesh} takes {len(self.mesh.axes)} placements, not {len(self.placements)}"
             )
         for placement in self.placements:
-            if not isinstance(placement, Shard | Replicate | Broadcast | Partial):
+            if not isinstance(placement, Shard | Replicate | Broadcast | Partial | Routed):
                 raise StrategyError(
                     f"{shown(placement)} is not a placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
                 )
@@ -98,15 +98,24 @@ class Layout:
     def _has_dims(self, shape: tuple[int, ...]) -> bool:
         return all(p.dim < len(shape) for p in self.placements if isinstance(p, Shard))
 
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], more: int = 0) -> tuple[int, ...]:
         """The shape of one rank's part of a tensor of global `shape`, the same for all ranks; uneven slices have
-        `Cut.width`. Raises StrategyError for a split dim that `shape` lacks."""
+        `Cut.width`, and dims of `unsized_dims` their share, and `more`. Raises StrategyError for a split dim that
+        `shape` lacks."""
         self._check(shape)
         local = list(shape)
         for placement, count in zip(self.placements, self.mesh.sizes, strict=True):
-            if isinstance(placement, Shard):
+            if isinstance(placement, Shard | Routed) and placement.dim is not None:
                 local[placement.dim] = -(-local[placement.dim] // count)
+        for dim in self.unsized_dims:
+            local[dim] = max(local[dim], 2) + more  # one row would be taken for a dim that broadcasts
         return tuple(local)
+
+    @property
+    def unsized_dims(self) -> tuple[int, ...]:
+        """The dims of which a rank's size is known only at run time."""
+        routed = (p for p in self.placements if isinstance(p, Routed) and p.by == "expert")
+        return tuple({p.dim for p in routed if p.dim is not None})
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor whose full parts, one on each rank, have the shape `local`."""

@@ -14,6 +14,8 @@ Replicate → Broadcast and Partial → Replicate.)
                                the largest of them
     SliceWindow(d)             its slice of dim d and     SliceWindow(d) of addends: an element in several windows
                                elements next to it        gets an addend from each
+    Routed(by, d)              the rows, along dim d, of  Routed(by, d)
+                               its tokens or experts
 """
 
 from __future__ import annotations
@@ -75,8 +77,28 @@ class Partial:
         return "P" if self.reduce == "sum" else f"P{self.reduce}"
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Every rank holds some rows of a mixture of experts, along dim `dim`, sorted by expert: those of its own tokens
+    (`by` is "token"), or those of its own experts ("expert"). `dim` is None for what all experts have of a rank's
+    tokens, such as the numbers of their rows. The number of an expert's rows is known only at run time; in a program
+    `rows` is the number that is expected, in a layout it is None. Only operators on routed rows convert them."""
+
+    by: str
+    dim: int | None = 0
+    rows: int | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.by not in ("token", "expert"):
+            raise StrategyError(f"Routed(by) takes 'token' or 'expert', not {shown(self.by)}")
+
+    def __str__(self) -> str:
+        dim = "" if self.dim is None else str(self.dim)
+        return self.by[0].upper() + dim + ("" if self.rows is None else f"|{self.rows}")
+
+
 sharded = functools.lru_cache(maxsize=1024)(Shard)  # the one Shard of a dim, for loops over dims
-Placement = Shard | Replicate | Broadcast | Partial | SliceWindow
+Placement = Shard | Replicate | Broadcast | Partial | SliceWindow | Routed
 
 REPLICATE = Replicate()
 BROADCAST = Broadcast()
@@ -92,6 +114,7 @@ class Kind(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALLV = "all_to_allv"  # send each rank the rows of its experts or tokens, as many as there are
     EXCHANGE = "exchange"  # make windows from neighbours' slices, or add up their overlaps
     SLICE = "slice"  # keep this rank's slice of a whole value
     PAD = "pad"  # zeros around this rank's slice: an addend of the whole
@@ -161,8 +184,8 @@ def kind(source: Placement, target: Placement) -> Kind:
 
 def converts(source: Placement, target: Placement) -> bool:
     """Whether a single step turns `source` into `target`: true of all pairs but Partial(max) with a split or with
-    addends, and windows with anything but their slices."""
-    return _kind(source, target) is not None
+    addends, windows with anything but their slices, and routed rows, whose conversion needs the numbers of rows."""
+    return _kind(source, target) not in (None, Kind.ALL_TO_ALLV)
 
 
 def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:
@@ -190,6 +213,8 @@ def _kind(source: Placement, target: Placement) -> Kind | None:
         return Kind.NOTHING
     if isinstance(source, Shard) and isinstance(target, Shard):
         return Kind.ALL_TO_ALL
+    if isinstance(source, Routed) and isinstance(target, Routed):
+        return Kind.ALL_TO_ALLV if source.dim == target.dim and source.by != target.by else None
     for one, other, adds in ((source, target, True), (target, source, False)):
         if isinstance(one, SliceWindow):
             fits = isinstance(other, Shard) and other.dim == one.dim and one.adds is adds
@@ -215,9 +240,12 @@ def placement_from_code(code: str) -> Placement:
             return Shard(int(dim), Cut.of_text(cut) if cut else None)
         if code[:1] == "W":
             return SliceWindow.of_text(code)
+        if code[:1] in _ROUTED:
+            return Routed(_ROUTED[code[:1]], int(dim) if dim else None, int(cut) if cut else None)
     except ValueError:  # not a number, or one with more digits than Python reads
         pass
     raise StrategyError(f"{shown(code)} is not a placement; write S<dim>, R, B, P or Pmax")
 
 
+_ROUTED = {"T": "token", "E": "expert"}
 _FIXED: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}

@@ -114,8 +114,12 @@ OPS = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "combine",
+    "dispatch",
+    "grouped_matmul",
     "neighbor_exchange",
     "neighbor_exchange_v2",
+    "per_expert",
     "permute",
     "reduce_scatter",
 ]

@@ -102,6 +102,15 @@ def halo() -> str:
                  [_device(X, d) for d in range(4)])  # fmt: skip
 
 
+def routed() -> str:
+    """The drawing of rows that are sent to their experts: as many as there are."""
+    shape, of_experts = (8, 4), ((0, 2, 5), (1,), (), (3, 4, 6, 7))
+    before = [held(pw.Layout(X, (S0,)), shape, d) for d in range(4)]
+    after = [{(row, column): "" for row in rows for column in range(4)} for rows in of_experts]
+    rows = [("T0", before, shape), ("E0", after, shape)]
+    return _page("all_to_allv: T0 to E0", rows, [_device(X, d) for d in range(4)])
+
+
 def by_hand(name: str) -> str:
     """The drawing of a collective that only programs by hand have."""
     shape = (4, 4)
@@ -254,7 +263,8 @@ def drawings() -> dict[str, str]:
     made = {f"placement_{name}.svg": placement(name) for name in PLACEMENTS}
     made |= {f"conversion_{name}.svg": conversion(name) for name in CONVERSIONS}
     made |= {f"collective_{name}.svg": by_hand(name) for name in ("permute", "broadcast")}
-    return {**made, "conversion_exchange.svg": halo(), "first_plan.svg": first_plan()}
+    made |= {"conversion_all_to_allv.svg": routed(), "conversion_exchange.svg": halo()}
+    return {**made, "first_plan.svg": first_plan()}
 
 
 if __name__ == "__main__":

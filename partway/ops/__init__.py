@@ -1,4 +1,5 @@
-"""Collectives as operators, which each rank calls with its own tensors (`pw.ops`).
+"""Collectives as operators, which each rank calls with its own tensors, and the operators of a mixture of experts
+(`pw.ops`).
 
     collectives.py  all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, permute
     neighbors.py    neighbor_exchange, neighbor_exchange_v2
@@ -6,9 +7,10 @@
     groups.py       create_group, destroy_group; the ranks of a group by number
     manual.py       manual functions, which each rank runs on its parts
     where.py        the mesh and the place of the rank that runs a program
+    experts.py      dispatch, combine, grouped_matmul, per_expert: for whole tensors, as any other operator
 
-They are called in a manual function (`pw.manual`), or by the processes of a launcher. Gradients are those of the sum of
-the objectives of all ranks: see docs/manual.md.
+Collectives are called in a manual function (`pw.manual`), or by the processes of a launcher. Gradients are those of the
+sum of the objectives of all ranks: see docs/manual.md.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from partway.ops.classes import (
     ReduceScatter,
 )
 from partway.ops.collectives import ReduceOp, all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
+from partway.ops.experts import combine, dispatch, grouped_matmul, per_expert
 from partway.ops.neighbors import neighbor_exchange, neighbor_exchange_v2
 
 __all__ = [
@@ -38,8 +41,12 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "combine",
+    "dispatch",
+    "grouped_matmul",
     "neighbor_exchange",
     "neighbor_exchange_v2",
+    "per_expert",
     "permute",
     "reduce_scatter",
 ]

@@ -43,6 +43,7 @@ from .hooks import Hooks
 from .rewrites.autograd_functions import adopt
 from .rewrites.cleanup import leave_meta, name_manuals, prune
 from .rewrites.control_flow import flatten_control
+from .rewrites.experts import form_experts
 from .rewrites.masks import drop_masks
 from .symbols import AnySize, OtherSizesError, any_size, counted
 
@@ -347,6 +348,7 @@ def _passes(inputs: InputPorts, outputs: list[Port], device: str, options: Captu
     yield adopt  # the backward of a torch.autograd.Function becomes one that autograd derives
     yield flatten_control  # loops are unrolled, and branches become one operator each
     yield drop_masks  # attention with a causal mask is_causal, without the mask
+    yield form_experts  # mixtures of experts become rows that are dispatched and combined
     yield expand_operators  # operators whose rule would not be local become sums and pointwise operators
     yield name_manuals  # calls of manual functions get the names of their functions
     yield absorb  # convolutions take over the padding of their operands

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...strategy.cut import Cut
+from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import (
@@ -26,6 +27,7 @@ from ...strategy.placement import (
     REPLICATE,
     Kind,
     Placement,
+    Routed,
     Shard,
     kind,
     sharded,
@@ -90,6 +92,7 @@ class ConversionTable:
     again        the forward of a conversion runs once more in the backward
     wider        how many times as many bytes an element has while sums of the backward send it
     short        sizes of dims that may be cut into more parts than they have elements
+    routed       the placements of rows of a mixture of experts, in place of splits of their dim; no step leads to them
     """
 
     shape: tuple[int, ...]
@@ -105,17 +108,19 @@ class ConversionTable:
     again: bool = False
     wider: int = 1
     short: frozenset[int] = frozenset()
+    routed: tuple[Routed, ...] = ()
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
         """The placements that one axis may have, splits first; a layout has one of them on each axis."""
         dims = (sharded(dim) for dim in self._dims)
-        return (*dims, REPLICATE, BROADCAST, *_PARTIAL[self.partial])
+        return (*dims, *self.routed, REPLICATE, BROADCAST, *_PARTIAL[self.partial])
 
     @property
     def _dims(self) -> list[int]:
         """The dims that may be split: those of the first states."""
-        return [dim for dim, size in enumerate(self.shape) if size > 1]
+        routed = {placed.dim for placed in self.routed}
+        return [dim for dim, size in enumerate(self.shape) if size > 1 and dim not in routed]
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -141,6 +146,9 @@ class ConversionTable:
         parts = [np.ones(len(self.digits), dtype=np.intp) for _ in self.shape]
         for state, dim in enumerate(self._dims):
             parts[dim] = np.where(self.digits == state, self.mesh.sizes, 1).prod(axis=1)
+        for state, placed in enumerate(self.routed, len(self._dims)):
+            if placed.dim is not None:
+                parts[placed.dim] = parts[placed.dim] * np.where(self.digits == state, self.mesh.sizes, 1).prod(axis=1)
         return parts
 
     @cached_property
@@ -163,12 +171,19 @@ class ConversionTable:
             nearly[code] = self.layouts[code].chunks(self.shape)
         return nearly
 
+    @property
+    def _rows(self) -> frozenset[int]:
+        """The dim of rows, of which a rank may hold any number."""
+        dims = {placed.dim for placed in self.routed}
+        return frozenset(dim for dim in dims if dim is not None and len(dims) == 1)
+
     @cached_property
     def even(self) -> Mask:
         """Whether each layout divides the shape evenly."""
         even = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
-            even &= size % self.parts(dim) == 0
+            if dim not in self._rows:
+                even &= size % self.parts(dim) == 0
         return even
 
     @cached_property
@@ -317,6 +332,10 @@ class ConversionTable:
 
     def _path(self, source: int, target: int) -> tuple[ConversionStep, ...]:
         distance = self.rows([source])[0]
+        if not np.isfinite(distance[target]):
+            raise VerifyError(
+                f"no steps turn {self.layouts[source]} into {self.layouts[target]}, in {list(self.shape)}"
+            )
         chain: list[ConversionStep] = []
         while target != source:
             ways: list[tuple[float, int, int, int]] = []  # cost of the chain, move, state before, other axes' states
@@ -445,6 +464,7 @@ def conversion_table(
     again: bool = False,
     wider: int = 1,
     short: frozenset[int] = frozenset(),
+    routed: tuple[Routed, ...] = (),
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(
@@ -461,6 +481,7 @@ def conversion_table(
         again=again,
         wider=wider,
         short=short,
+        routed=routed,
     )
 
 

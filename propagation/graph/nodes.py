@@ -291,6 +291,22 @@ _AGAIN = "partway_again"
 _OPERATOR = "partway_operator"
 _KEYS = ("nn_module_stack", _LINE, _AGAIN, _OPERATOR)
 _POSITION = "partway_position"
+_UNSIZED = "partway_unsized"
+
+
+def note_unsized(node: fx.Node, strides: bool) -> None:
+    """Note that the size of a value is known only at run time; `strides`: its strides, too."""
+    node.meta[_UNSIZED] = strides
+
+
+def is_unsized(node: fx.Node) -> bool:
+    """Whether the size of a value is known only at run time."""
+    return _UNSIZED in node.meta
+
+
+def has_any_strides(node: fx.Node) -> bool:
+    """Whether the strides of a value are known only at run time."""
+    return bool(node.meta.get(_UNSIZED))
 
 
 def inherit(new: fx.Node, old: fx.Node) -> None:

@@ -8,6 +8,9 @@ the conversion in the program's list, which holds its reason. The result of a co
 whatever the strides of its operand. Both operators are symbols: they have shapes and a derivative, and the executors of
 `runtime/` run them; calling one outside an executor is an error.
 
+For routed rows of a mixture of experts it also takes `counts`, of shape [2, size]: the numbers of rows that the rank
+sends to each rank, and gets from each.
+
 `partway::constrain(x, strategy, name)` is x with a user's constraint at this place of the model. `strategy` is the JSON
 text of `constraint_text`; planning reads it, and lowering removes the call.
 
@@ -18,6 +21,7 @@ The kinds of collectives, each with a row in COLLECTIVES, for planning:
     all_gather       the whole value         (n - 1) / n of it      n - 1      slice, or reduce_scatter
     reduce_scatter   the whole value         (n - 1) / n of it      n - 1      all_gather
     all_to_all       a rank's part           (n - 1) / n of it      n - 1      all_to_all
+    all_to_allv      a rank's rows           (n - 1) / n of it      n - 1      all_to_allv
     exchange         the busiest rank's data all of it              1          exchange
 
 The kinds themselves, and the conversions that use them, are in `strategy/placement.py`: the transpose of a conversion
@@ -29,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -40,7 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...strategy.cut import SliceWindow
-from ...strategy.placement import Kind, Placement, Shard, adjoint, kind, placement_from_code
+from ...strategy.placement import Kind, Placement, Routed, Shard, adjoint, kind, placement_from_code
 from .registration import define
 
 
@@ -53,6 +57,8 @@ def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int)
             out[after.dim] = after.width
         case SliceWindow(), _:
             out[before.dim] = before.cut.width
+        case _, Routed(dim=int() as dim, rows=int() as rows):
+            out[dim] = rows
         case _:
             if isinstance(before, Shard):
                 out[before.dim] = before.cut.size if before.cut else out[before.dim] * size
@@ -67,7 +73,9 @@ def kind_of(source: str, target: str) -> Kind:
     return kind(placement_from_code(source), placement_from_code(target))
 
 
-def _fake_convert(x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int) -> Tensor:
+def _fake_convert(
+    x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int, counts: Tensor | None = None
+) -> Tensor:
     if kind_of(source, target) is Kind.NOTHING:  # the result is the operand
         return x.new_empty_strided(x.shape, x.stride())
     return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
@@ -80,15 +88,20 @@ def _fake_group(
 
 
 def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, source, target, ctx.axes, ctx.size, ctx.tag = inputs
-    ctx.back = adjoint(placement_from_code(target)), adjoint(placement_from_code(source))
+    x, source, target, ctx.axes, ctx.size, ctx.tag, counts = inputs
+    before, after = placement_from_code(source), placement_from_code(target)
+    if isinstance(before, Routed) and before.dim is not None:
+        before = replace(before, rows=x.shape[before.dim])
+        ctx.save_for_backward(counts)
+    ctx.back = adjoint(after), adjoint(before)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     source, target = ctx.back
     if source != target:
-        grad = convert(grad, str(source), str(target), ctx.axes, ctx.size, ctx.tag)
-    return grad, None, None, None, None, None
+        counts = [each.flip(0) for each in ctx.saved_tensors]  # of routed rows: what was sent comes back
+        grad = convert(grad, str(source), str(target), ctx.axes, ctx.size, ctx.tag, *counts)
+    return grad, None, None, None, None, None, None
 
 
 def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
@@ -98,7 +111,7 @@ def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
 # -- The operators
 
 convert = define(
-    "convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor",
+    "convert(Tensor x, str source, str target, str[] axes, int size, int tag, Tensor? counts=None) -> Tensor",
     fake=_fake_convert,
     backward=_backward,
     keep=_keep_context,
@@ -116,6 +129,7 @@ constrain = define(
 # -- The kinds of collectives
 
 Bytes = TypeVar("Bytes", int, NDArray[np.float64])  # of a tensor in one layout, or in each of several
+TAG = 5  # the place of the tag among the arguments of `convert`
 WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as one call of gloo
 
 
@@ -171,6 +185,7 @@ COLLECTIVES: Mapping[Kind, KindRow] = {
     ),
     Kind.ALL_GATHER: KindRow(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, gathers=True, fusion="allgather"),
     Kind.ALL_TO_ALL: KindRow(Payload.HELD, _once, lambda n: n - 1),
+    Kind.ALL_TO_ALLV: KindRow(Payload.HELD, _once, lambda n: n - 1, figures=Kind.ALL_TO_ALL),
     # Like all_to_all, but each rank sends to some ranks only.
     Kind.EXCHANGE: KindRow(Payload.SENT, lambda payload, n: payload, lambda n: 1, figures=Kind.ALL_TO_ALL),
 }

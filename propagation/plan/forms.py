@@ -22,10 +22,10 @@ from torch import Tensor, fx
 from ...strategy.cut import SliceWindow
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
-from ...strategy.placement import Broadcast, Kind, Partial, Replicate, Shard, placement_from_code
+from ...strategy.placement import Broadcast, Kind, Partial, Replicate, Routed, Shard, placement_from_code
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Text
-from ..graph.nodes import compute_again, computed_again, mark, region_of
+from ..graph.nodes import compute_again, computed_again, has_any_strides, is_unsized, mark, note_unsized, region_of
 from ..graph.port import Port, Role
 from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload, overload_name_of, schema_of
 from .plan import Plan
@@ -159,6 +159,7 @@ def _write_graph(writer: Writer, module: fx.GraphModule) -> list[Any]:
             writer.data(node.meta.get("val")),
             computed_again(node),
             region_of(node),
+            has_any_strides(node) if is_unsized(node) else None,
         ]
         for node in place
     ]
@@ -168,7 +169,7 @@ def _write_graph(writer: Writer, module: fx.GraphModule) -> list[Any]:
 
 def _read_graph(reader: Reader, constants: dict[str, Any], rows: list[Any]) -> fx.GraphModule:
     graph, nodes = fx.Graph(), list[fx.Node]()
-    for op, own_name, target, args, kwargs, value, again, region in rows:
+    for op, own_name, target, args, kwargs, value, again, region, strides in rows:
         if op not in _NODES:
             raise WrongFormError(f"{op!r:.80} is none of {', '.join(_NODES)}")
         node = graph.create_node(
@@ -185,6 +186,8 @@ def _read_graph(reader: Reader, constants: dict[str, Any], rows: list[Any]) -> f
         if again is not None:
             compute_again(node, again)
         mark(node, region)
+        if strides is not None:
+            note_unsized(node, bool(strides))
         nodes.append(node)
     return Text({name(key): reader.value(value) for key, value in constants.items()}, graph)
 
@@ -280,7 +283,7 @@ FORMS: Mapping[str, StoredForm] = {
     ),
     "device": StoredForm((torch.device,), lambda writer, value: [str(value)], lambda reader, text: torch.device(text)),
     "placement": StoredForm(
-        (Broadcast, Partial, Replicate, Shard, SliceWindow),
+        (Broadcast, Partial, Replicate, Routed, Shard, SliceWindow),
         lambda writer, value: [str(value)],
         lambda reader, code: placement_from_code(code),
     ),

@@ -84,12 +84,15 @@ _PLACEMENTS = {
     "B": "whole on every device, its gradient too",
     "P": "addends of the value, one on each device",
     "W": "split along that dim, with a margin of the neighbours'",
+    "T": "rows of its tokens, sorted by expert",
+    "E": "rows of its experts",
 }
 _DOES = {
     Kind.ALL_REDUCE: "adds up the addends, for every device",
     Kind.ALL_GATHER: "gives every device the whole",
     Kind.REDUCE_SCATTER: "adds up the addends, and gives each device its part",
     Kind.ALL_TO_ALL: "splits along another dim",
+    Kind.ALL_TO_ALLV: "sends rows to the ranks of their experts, or back",
     Kind.EXCHANGE: "sends margins to neighbours",
 }
 

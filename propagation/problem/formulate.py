@@ -39,8 +39,10 @@ from ..graph.nodes import (
 )
 from ..graph.port import Port, Role
 from ..ops.collectives import constrain
+from ..ops.experts import dispatch
 from ..ops.python.manual import call_manual
 from ..rules.custom import Rows, without_rule
+from ..rules.layers.experts import Routing, routed, routings_of_dispatch
 from ..rules.rule import Rule
 from ..rules.table import is_elementwise, rule_of
 from .manual_option import option_of_manual
@@ -94,6 +96,7 @@ class _Formulation:
             weights_read(graph, flows, self.recomputed, settings.rules),
             frozenset(port.node for port in graph.inputs if port.role is Role.PARAMETER),
             summed_wide(graph, flows) if settings.gradient_fp32_sync else frozenset(),
+            routings_of(graph, settings.rules),
         )
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
@@ -246,10 +249,12 @@ class _Formulation:
         near = any(source in self.near_annotation for source in sources)
         batched = tuple(source in self.batched for source in sources)
         tables = tuple(map(self._table_or_none, (*sources, *produced)))
-        marks = node in self.recomputed, node in self.in_place
+        routes = tuple(map(self.tensors.routings.get, sources))
+        of_one = len({each.source for each in routes if each}) == 1
+        marks = node in self.recomputed, node in self.in_place, of_one
         key = _signature(node, self.constants), tables, near, batched, marks
         rule, options = self._once(
-            key, lambda: self._options_of_call(node, sources, produced, tables, None if near else batched)
+            key, lambda: self._options_of_call(node, sources, produced, tables, None if near else batched, routes)
         )
         if rule is None:
             self._note_unknown(node)
@@ -265,10 +270,12 @@ class _Formulation:
         produced: tuple[Value, ...],
         tables: tuple[ConversionTable | None, ...],
         batched: tuple[bool, ...] | None,
+        routes: tuple[Routing | None, ...],
     ) -> tuple[Rule | None, Options]:
         """The rule and options of a call. `tables`: of its operands, then its results; `batched`: the operands led by
-        the batch; None: ignored near annotations."""
+        the batch; None: ignored near annotations; `routes`: the routings of its operands."""
         rule = rule_of(node, self.settings.rules)
+        rule = routed(node, rule, routes)[0] if rule and any(routes) else rule
         results = tables[len(sources) :]
         call = OperatorCall(
             rule=rule,
@@ -343,6 +350,21 @@ class _Formulation:
         if self._follows(self.vertices[producer].node, self.vertices[producer].rule):
             table = tie(table, self.settings.mesh.axes)
         self.edges.append(Edge(v, producer, result, consumer, operand, table))
+
+
+def routings_of(graph: Graph, own: Rows) -> dict[Value, Routing]:
+    """The values that belong to the rows of a mixture of experts."""
+    routings: dict[Value, Routing] = {}
+    for node in graph.nodes:
+        if node.target is dispatch:
+            routings |= zip(values_of(node), routings_of_dispatch(node), strict=True)
+        elif routings and node.target is not operator.getitem:
+            given = [routings.get(source_of(operand)) for operand in operands(node)]
+            rule = rule_of(node, own) if any(given) else None
+            if rule is not None:
+                of_results = zip(values_of(node), routed(node, rule, given)[1], strict=False)
+                routings |= {v: each for v, each in of_results if each}
+    return routings
 
 
 def _count_uses(graph: Graph) -> dict[Value, int]:

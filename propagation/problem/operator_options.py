@@ -170,8 +170,9 @@ def _every(call: OperatorCall, rule: Rule, choices: tuple[AxisOption, ...], sett
         devices,
         parts,
     )
+    owned = np.isin(rows.factors, [names.index(exchange.factor) for exchange in rule.exchanges]).any(axis=1)
     for table, codes in rows.tensors(call):
-        exist &= table.valid[codes]
+        exist &= table.valid[codes] & (table.even[codes] | ~owned)
     return rows, exist
 
 
@@ -308,8 +309,10 @@ def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, set
             size, moving = mesh.size(*axes), np.zeros(alike.sum())
             for hop, phase in itertools.product(hops_of(rule, owner, counts, sizes), ("forward", "backward")):
                 table = tables[hop.tensor]
-                kind = step_kind(hop.source, hop.target, phase, reached[hop.tensor])
-                if table is None or not kind.communicates:
+                if table is None:
+                    continue
+                kind = step_kind(hop.source, hop.target, phase, reached[hop.tensor] and table.gradient)
+                if not kind.communicates:
                     continue
                 whole = hop.whole_bytes(table.held[codes[hop.tensor][alike]], size)
                 payload = payload_of_whole(kind, hop.source, hop.target, whole, size, phase == "forward")

@@ -50,6 +50,7 @@ from ..graph.nodes import Value, tensor_of
 from ..graph.port import Port
 from ..minsum.network import Between, Converting, Costs, Matrix, Network, network
 from ..rules.custom import Rows
+from ..rules.layers.experts import Routing
 from ..rules.rule import Rule
 from ..rules.tensors.reductions import MAXIMA
 
@@ -283,6 +284,7 @@ class TensorFacts:
     weights          parameters, and values made from them alone, that the backward reads
     parameters       the inputs that are parameters
     wide             values whose gradients, which are those of parameters, are sent in float32 where they are summed
+    routings         values that belong to the rows of a mixture of experts
     """
 
     flows: frozenset[Value] = frozenset()
@@ -290,6 +292,7 @@ class TensorFacts:
     weights: frozenset[Value] = frozenset()
     parameters: frozenset[fx.Node] = frozenset()
     wide: frozenset[Value] = frozenset()
+    routings: Mapping[Value, Routing] = field(default_factory=dict)
 
     def wider(self, v: Value) -> int:
         """How many times as many bytes an element of the tensor `v` has while sums of the backward send it."""
@@ -320,6 +323,7 @@ class TensorFacts:
             again=bool(settings.regather) and v in self.weights,
             wider=self.wider(v),
             short=settings.short.intersection(tensor.shape),
+            routed=self.routings[v].placements if v in self.routings else (),
         )
 
 

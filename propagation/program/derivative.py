@@ -23,7 +23,7 @@ from ...strategy.placement import adjoint, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import calls_of, operator_name, returned_by
 from ..graph.port import Port, Role
-from ..ops.collectives import convert
+from ..ops.collectives import TAG, convert
 from ..ops.constants import constant, stationary
 from ..ops.ctc import ctc_backward
 from ..ops.python.functions import run_backward
@@ -45,6 +45,8 @@ _UNKNOWN = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 def differentiate_again(program: Program, wanted: tuple[bool, ...]) -> Program:
     """`program` with a backward of the outputs marked in `wanted`, which are differentiated more than once. Raises
     RuntimeStateError for an operator whose gradient PyTorch cannot differentiate."""
+    if program.resized is not None:
+        raise RuntimeStateError(_refused("rows of experts, whose numbers are known only when it runs"))
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
             return differentiate(written_out(program), wanted, again=True)
@@ -108,9 +110,9 @@ def gradient_program(program: Program) -> Program:
                 raise RuntimeStateError(_refused(_WORDS.get(node.target, operator_name(node))))
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.target is convert:
-                _, before, after, *_, tag = cast(Any, node.args)
+                before, after, tag = (cast(Any, node.args[place]) for place in (1, 2, TAG))
                 reason = program.conversions[tag]
-                env[node].args = (*env[node].args[:-1], len(conversions))
+                env[node].update_arg(TAG, len(conversions))
                 conversions.append(
                     replace(
                         reason,

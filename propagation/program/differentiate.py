@@ -33,7 +33,7 @@ from ..graph.nodes import (
     tracing,
 )
 from ..ops.batch_norm import merge_gradients
-from ..ops.collectives import convert
+from ..ops.collectives import TAG, convert
 from ..ops.recurrent import rnn_layer
 from ..torch_internals import (
     FakeTensorMode,
@@ -69,6 +69,16 @@ _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag or the region of
 def differentiate(program: Program, wanted: tuple[bool, ...], again: bool = False) -> Program:
     """`program` with a backward if the outputs marked in `wanted` are differentiated; `again`: by operators whose
     gradients have gradients, as autograd does with create_graph=True."""
+    if program.resized is None:
+        return _differentiated(program, wanted, again)
+    one, other = (
+        _differentiated(replace(program, lowered=lowered, resized=None), wanted, again)
+        for lowered in (program.lowered, program.resized)
+    )
+    return one.of_any_size(other)
+
+
+def _differentiated(program: Program, wanted: tuple[bool, ...], again: bool) -> Program:
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
         return replace(program.undifferentiated, wanted=wanted)
@@ -245,10 +255,8 @@ def _copy(
     r of a node. `env` maps nodes to their copies in `graph`, and gets the new ones."""
     for node in nodes:
         if node.target is convert:
-            x, *how, tag = node.args
-            arguments = (env[x], *how, tags[tag])  # type: ignore[index]
-            env[node] = graph.create_node("call_function", convert, arguments, name=node.name)
-            env[node].meta = dict(node.meta)
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].update_arg(TAG, tags[node.args[TAG]])  # type: ignore[index]
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
         region = region_of(node)

@@ -13,7 +13,7 @@ from ...strategy.placement import PARTIAL, Kind, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import is_port
 from ..graph.port import Role
-from ..ops.collectives import convert, is_reduction, kind_of
+from ..ops.collectives import TAG, convert, is_reduction, kind_of
 from ..problem.problem import SUMMED_IN
 from .program import Program
 
@@ -49,7 +49,7 @@ def reduce_in_float32(program: Program) -> Program:
 def _is_wide(node: fx.Node, program: Program) -> bool:
     """Whether a conversion of the backward is a sum over ranks of a 16-bit gradient of a parameter."""
     arguments: tuple[Any, ...] = node.args
-    _, source, target, *_, tag = arguments
+    _, source, target, _, _, tag = arguments[: TAG + 1]
     adds = is_reduction(kind_of(str(source), str(target))) and placement_from_code(str(source)) == PARTIAL
     return adds and program.conversions[tag].wider > 1
 

@@ -70,14 +70,19 @@ LARGE_CONSTANT = 1e6  # bytes from which a part of a constant is computed by its
 
 def lower(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None = None) -> Program:
     """The program of the options `choice` of `problem`. `keeping`: the fates of results; None: nothing runs again."""
-    return _Lowering(problem, choice, keeping).program()
+    program = _Lowering(problem, choice, keeping).program()
+    chosen = (vertex.options[c] for vertex, c in zip(problem.vertices, choice, strict=True))
+    if not problem.tensors.routings or not any(each.unsized_dims for option in chosen for each in option.results):
+        return program
+    return program.of_any_size(_Lowering(problem, choice, keeping, more=1).program())
 
 
 class _Lowering:
     """The state of writing one program: the node of each value in each layout so far."""
 
-    def __init__(self, problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None) -> None:
+    def __init__(self, problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None, more: int = 0) -> None:
         self.problem, self.settings = problem, problem.settings
+        self.more = more  # rows that are added to each number of rows that is not known before run time
         self.graph = fx.Graph()
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
         self.exchanged: dict[tuple[fx.Node, SliceWindow], fx.Node] = {}
@@ -252,19 +257,29 @@ class _Lowering:
         """The emitter that the local form of a call is written with."""
         sources, produced = [source_of(o) for o in operands(node)], values_of(node)
         shapes = LocalShapes(
-            tuple(lo.local_shape(_shape(v)) for v, lo in zip(sources, option.operands, strict=True)),
-            tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, option.results, strict=True)),
+            tuple(lo.local_shape(_shape(v), self.more) for v, lo in zip(sources, option.operands, strict=True)),
+            tuple(lo.local_shape(_shape(v), self.more) for v, lo in zip(produced, option.results, strict=True)),
         )
 
-        def send(x: fx.Node, hop: Hop, axes: tuple[str, ...]) -> fx.Node:
+        def send(x: fx.Node, hop: Hop, axes: tuple[str, ...], counts: fx.Node | None) -> fx.Node:
             v, shape = (*sources, *produced)[hop.tensor], (*shapes.operands, *shapes.results)[hop.tensor]
             held = math.prod(shape) * tensor_of(v).element_size()
             step = ConversionStep(axes, hop.source, hop.target, (*option.operands, *option.results)[hop.tensor])
             whole_bytes = hop.whole_bytes(held, self.settings.mesh.size(*axes))
             producer = self.base[v][1] if v in self.base else consumer
-            return self._convert(x, v, step, whole_bytes, producer, consumer, node, node.name)
+            return self._convert(x, v, step, whole_bytes, producer, consumer, node, node.name, counts=counts)
 
-        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option), send)
+        return Emitter(
+            node=node,
+            rule=rule,
+            shapes=shapes,
+            whole=tuple(map(_shape, sources)),
+            graph=self.graph,
+            split=self._split(option),
+            send=send,
+            axes=self.settings.mesh.axes,
+            more=self.more,
+        )
 
     def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
         """Operand `i` of a call for its local form: with the padding of uneven shards filled, where it would be wrong,
@@ -413,9 +428,9 @@ class _Lowering:
 
     def _convert(
         self, node: fx.Node, v: Value, step: ConversionStep, whole_bytes: int, producer: str, consumer: str,
-        at: fx.Node, where: str, again: bool = False,
+        at: fx.Node, where: str, again: bool = False, counts: fx.Node | None = None,
     ) -> fx.Node:  # fmt: skip
-        """Write one conversion, caused by `at`, and note it in the list."""
+        """Write one conversion, caused by `at`, and note it in the list. `counts`: of rows to send, and to get."""
         size = self.settings.mesh.size(*step.axes)
         conversion = Conversion(
             tag=len(self.conversions),
@@ -439,7 +454,16 @@ class _Lowering:
         )
         self.conversions.append(conversion)
         converted = self.graph.call_function(
-            convert, (node, str(step.source), str(step.target), list(step.axes), size, conversion.tag)
+            convert,
+            (
+                node,
+                str(step.source),
+                str(step.target),
+                list(step.axes),
+                size,
+                conversion.tag,
+                *([counts] if counts is not None else ()),
+            ),
         )
         if again:
             compute_again(converted, True)

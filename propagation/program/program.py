@@ -26,6 +26,7 @@ from ..graph.port import Port
 from ..graph.printer import named, text_of
 from ..ops.collectives import convert
 from ..torch_internals import FakeTensorMode
+from .any_size import free_sizes
 from .collective import PHASES, Collective, Conversion, causes, collective, collectives_in
 from .schedule import Schedule, predict
 from .segments import Like, pieces_of
@@ -69,6 +70,7 @@ class Program:
     cost          the weighted cost, forward and backward: that of the plan's choices, or less if two consumers asked
                   for the same conversion
     parts         the parts of the batch, each on its own ranks
+    resized       `lowered` for another number of rows of experts (`any_size.py`); None: it has no rows
     """
 
     mesh: Mesh
@@ -83,6 +85,7 @@ class Program:
     wanted: tuple[bool, ...]
     needed: tuple[bool, ...]
     parts: int = 1
+    resized: fx.GraphModule | None = field(default=None, repr=False)
 
     @classmethod
     def of_forward(
@@ -116,7 +119,15 @@ class Program:
     def undifferentiated(self) -> Program:
         """The program of the forward alone, as it was lowered."""
         wanted, needed = (False,) * len(self.outputs), (False,) * len(self.inputs)
-        return replace(self, forward=self.lowered, backward=None, wanted=wanted, needed=needed)
+        plain = replace(self, forward=self.lowered, backward=None, wanted=wanted, needed=needed)
+        return plain if self.resized is None else plain.of_any_size(replace(plain, forward=self.resized))
+
+    def of_any_size(self, other: Program) -> Program:
+        """The program for any numbers of rows of experts, from that for one and `other` for another."""
+        mine, others = self.with_values(), other.with_values()
+        for phase, module in mine.phases.items():
+            free_sizes(module.graph, others.phases[phase].graph)
+        return replace(mine, resized=other.lowered)
 
     @property
     def phases(self) -> dict[str, fx.GraphModule]:

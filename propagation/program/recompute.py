@@ -31,9 +31,10 @@ from ..graph.nodes import (
     region_of,
     returned_by,
 )
-from ..ops.collectives import convert, kind_of
+from ..ops.collectives import TAG, convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
+from .any_size import size_of
 from .collective import Conversion
 from .differentiate import undo_views
 from .program import Program
@@ -76,7 +77,7 @@ def recompute(program: Program, chosen: Collection[fx.Node]) -> Program:
                 values[missing] = backward.node_copy(missing, values.__getitem__)
                 compute_again(values[missing], True)
                 if missing.target is convert:
-                    values[missing].args = (*values[missing].args[:-1], len(conversions))
+                    values[missing].update_arg(TAG, len(conversions))
                     conversions.append(_once_more(conversions, missing, len(conversions)))
             env[node] = values[stands_for[node]]
         return env[node]
@@ -152,6 +153,8 @@ def planned(program: Program) -> frozenset[fx.Node]:
             constant.add(node)
         if node.target is operator.getitem:
             again = node.all_input_nodes[0] in chosen
+        elif node.target is size_of:
+            again = True
         elif draws_random_numbers(node):
             again = False
         elif node.target is convert:
@@ -321,6 +324,6 @@ def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _tag(node: fx.Node) -> int:
-    tag = node.args[-1]
+    tag = node.args[TAG]
     assert isinstance(tag, int)
     return tag

@@ -53,7 +53,7 @@ from ..cost.cost import (
 from ..cost.profile import ALONE, DeviceProfile, Together
 from ..cost.rates import VIEW
 from ..graph.nodes import is_pointwise, is_view, operands
-from ..ops.collectives import WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
+from ..ops.collectives import TAG, WORTH_A_CALL, convert, convert_group, kind_of, payload_bytes
 from ..torch_internals import FakeTensorMode
 from .timeline import COMMUNICATION, COMPUTE, Span
 
@@ -296,14 +296,14 @@ class Meter:
 
     def _conversion(self, node: fx.Node) -> Work:
         arguments: tuple[Any, ...] = node.args
-        _, source, target, axes, size, _ = arguments
+        given, source, target, axes, size = arguments[:TAG]
         kind = kind_of(source, target)
         read, written = sum(map(self.held, node.all_input_nodes)), self.held(node)
         if kind.communicates:
             before, after = placement_from_code(source), placement_from_code(target)
             payload = sum(
                 payload_bytes(before, after, part.shape, part.element_size(), size)
-                for operand in node.all_input_nodes
+                for operand in (given if isinstance(given, list | tuple) else [given])
                 for part in _tensors(self.values[operand])
             )
             over = self.mesh, tuple(axes), self.profile

@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 
 from ..graph.nodes import REPLACING, is_view, region_of
 from ..memory.stretches import crossings, cuts
-from ..ops.collectives import convert
+from ..ops.collectives import TAG, convert
 
 _LENGTHS = (8, 64)  # calls in a piece: tracing a piece costs as much as some calls, and a layer has dozens
 _SHORTER = (1, 4)  # for short steps of a loop: LSTMCell is one call, which is 20 calls once it is traced
@@ -135,7 +135,7 @@ class _CallShape:
 
 def _call(node: fx.Node) -> _CallShape:
     operands: list[fx.Node] = []
-    args = node.args[:-1] if node.target is convert else node.args  # the tag is the conversion's own
+    args = (*node.args[:TAG], *node.args[TAG + 1 :]) if node.target is convert else node.args  # the tag is its own
     text = (node.target, _text(args, operands), _text(node.kwargs, operands))
     return _CallShape(tuple(operands), text)
 
@@ -174,7 +174,12 @@ def _result(node: fx.Node, results: Mapping[fx.Node, Result]) -> Result:
     if node.target is operator.getitem:
         taken: Any = map_arg(node.args, results.__getitem__)
         return operator.getitem(*taken)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: results[operand].empty())
+
+    def given(operand: fx.Node) -> Any:
+        like = results[operand]
+        return like.empty() if isinstance(like, Like) else like
+
+    args, kwargs = map_arg((node.args, node.kwargs), given)
     return _like(node.target(*args, **kwargs))  # type: ignore[operator]
 
 
@@ -284,7 +289,7 @@ def _piece(
         inputs=tuple(outside),
         outputs=outputs,
         likes=tuple(results[node] for node in outside),
-        tags=tuple(node.args[-1] for node in nodes if node.target is convert),  # type: ignore[misc]
+        tags=tuple(node.args[TAG] for node in nodes if node.target is convert),  # type: ignore[misc]
         regions=tuple(regions),
         key=(tuple(token[node] for node in nodes), wiring, tuple(place[node] for node in outputs), marks),
     )

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from ...strategy.cut import Cut, SliceWindow
-from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard, sharded
+from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Routed, Shard, sharded
 from ..graph.nodes import operands, value
 from ..ops import indexing
 from ..ops.collectives import Bytes
@@ -46,18 +46,19 @@ class LocalShapes:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A conversion inside an operator. It moves as much data as a rank's part of tensor number `tensor`, counted over
-    the operands, then the results."""
+    """A conversion inside an operator. It moves `times` as much data as a rank's part of tensor `tensor`, a number
+    counted over the operands, then the results."""
 
     tensor: int
     source: Placement
     target: Placement
+    times: int = 1
 
     def whole_bytes(self, held: Bytes, size: int) -> Bytes:
         """The bytes of the whole value, of which each of `size` ranks holds `held` bytes."""
         if isinstance(self.target, SliceWindow):
             return held // self.target.cut.width * self.target.cut.size
-        return held * size if isinstance(self.source, Shard) else held
+        return held * self.times * (size if isinstance(self.source, Shard | Routed) else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ class Exchange:
     that gathers while it multiplies.
 
     factor   the name of this way; it is in the rule's sizes beside the factor itself (`owning`)
-    of       the factor that it splits
-    placed   the placements of some tensors, numbered as in `Hop`, that differ from those under a plain split of `of`
+    of       the factor that it splits; "" if it is no split of one
+    placed   the placements of some tensors, numbered as in `Hop`, that differ from those under a plain split of `of`;
+             without `of` those of all tensors
     hops     from the sizes of the axes, major first, to the conversions of the local form, in order
     beside   it communicates while the operator computes, and costs only the time beyond that
     """
@@ -99,6 +101,7 @@ class Rule:
                         value or derivative might not be finite there
     masks               `local` itself masks the padding of uneven shards that are summed
     whole_gradients     gradients must be whole on every rank, not addends: unsplit tensors are Replicate
+    experts             the factor of the experts whose rows its operand has, sorted by expert
     """
 
     operands: tuple[Dims, ...]
@@ -116,6 +119,7 @@ class Rule:
     fill: float | None = None
     masks: bool = False
     whole_gradients: bool = False
+    experts: str = ""
 
     @property
     def uneven(self) -> frozenset[str]:
@@ -184,7 +188,9 @@ class Emitter:
     whole    the global shapes of its operands
     graph    the graph that it adds nodes to
     split    for each split factor, the axes that split it, major first, with their sizes
-    send     writes a conversion along some axes
+    send     writes a conversion along some axes; of routed rows with the numbers of rows that ranks send and get
+    axes     those of the mesh, major first
+    more     a number of rows that is added to every number of rows that is not known before run time
     """
 
     node: fx.Node
@@ -193,7 +199,9 @@ class Emitter:
     whole: tuple[tuple[int, ...], ...]
     graph: fx.Graph
     split: Split
-    send: Callable[[fx.Node, Hop, tuple[str, ...]], fx.Node] | None = None
+    send: Callable[[fx.Node, Hop, tuple[str, ...], fx.Node | None], fx.Node] | None = None
+    axes: tuple[str, ...] = ()
+    more: int = 0
 
     @cached_property
     def windows(self) -> Mapping[tuple[int, str], SliceWindow]:
@@ -224,8 +232,12 @@ class Emitter:
 
     def sent(self, factor: str, number: int, x: fx.Node) -> fx.Node:
         """`x` after hop `number` of the exchange `factor`. The local form writes each hop once."""
+        return self.routed(factor, self.hops(factor)[number], x, None)
+
+    def routed(self, factor: str, hop: Hop, x: fx.Node, counts: fx.Node | None) -> fx.Node:
+        """`x` after a hop of the exchange `factor`; `counts`: the numbers of rows to send to each rank, and to get."""
         assert self.send is not None, f"{self.node.target} exchanges {factor} where nothing is split"
-        return self.send(x, self.hops(factor)[number], tuple(self.split[factor]))
+        return self.send(x, hop, tuple(self.split[factor]), counts)
 
     def padding_masks(self, i: int, part: fx.Node) -> list[fx.Node]:
         """A mask of the padding, which broadcasts to the local `part`, for each dim along which operand `i` is split
@@ -293,7 +305,7 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
     reducing over it."""
     exchange = next((exchange for exchange in rule.exchanges if exchange.factor == factor), None)
     if exchange:
-        return _exchanging(exchange, _split(rule, exchange.of))
+        return _exchanging(exchange, _split(rule, exchange.of) if exchange.of else _unplaced(rule))
     placed: list[Placement] = []
     for i, dims in enumerate(rule.operands):
         dim = _dim_of(dims, factor, rule.sizes)
@@ -310,6 +322,10 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
             return None
         results.append(Partial(rule.reduce_by) if dim is None else sharded(dim))
     return AxisOption(factor, tuple(placed), tuple(results))
+
+
+def _unplaced(rule: Rule) -> AxisOption:
+    return AxisOption(None, (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))
 
 
 def _exchanging(exchange: Exchange, plain: AxisOption | None) -> AxisOption | None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...propagation.graph.nodes import is_identity
-from ...propagation.ops.collectives import convert, convert_group, kind_of
+from ...propagation.graph.nodes import has_any_strides, is_identity, is_unsized
+from ...propagation.ops.collectives import TAG, convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
 from ...propagation.program.collective import Conversion
 from ...strategy.placement import Kind, kind, placement_from_code
@@ -78,9 +78,14 @@ def assemble_code(
     traced = {
         slot: val
         for node, slot in slots.items()
-        if node not in views and not _may_be_view(node) and isinstance(val := node.meta.get("val"), Tensor)
+        if node not in views
+        and not (_may_be_view(node) or has_any_strides(node))
+        and isinstance(val := node.meta.get("val"), Tensor)
     }
-    return Code(tuple(instructions), inputs, outputs, may_share(returned), constants.values, phase, traced, reasons)
+    unsized = frozenset(slot for node, slot in slots.items() if is_unsized(node))
+    return Code(
+        tuple(instructions), inputs, outputs, may_share(returned), constants.values, phase, traced, reasons, unsized
+    )
 
 
 def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -146,10 +151,11 @@ def relayout_of(node: fx.Node, phase: str) -> Relayout | None:
     if node.target not in (convert, convert_group):
         return None
     arguments: tuple[Any, ...] = node.args
-    _, source, target, axes, size, tags = arguments
+    _, source, target, axes, size, tags = arguments[: TAG + 1]
     before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
-    owners = [owner_of(operand, node) for operand in operands_of(node)]
+    converted = operands_of(node) if grouped else operands_of(node)[:1]  # another operand counts routed rows
+    owners = [owner_of(operand, node) for operand in converted]
     owned = tuple(owner is not None for owner in owners)
     private = tuple(map(is_private, owners))
     tags = tuple(tags) if grouped else (tags,)

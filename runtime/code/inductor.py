@@ -20,11 +20,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...propagation.graph.graph import Text
-from ...propagation.graph.nodes import draws_random_numbers, returned_by
+from ...propagation.graph.nodes import draws_random_numbers, is_unsized, returned_by
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.indexing import position
 from ...propagation.ops.python.hooked import HOOKS
 from ...propagation.ops.registration import formulas
+from ...propagation.program.any_size import size_of
 from ...propagation.torch_internals import FakeTensorMode, OpOverload, schema_of
 from ...strategy.placement import Kind
 from ..torch_internals import inductor
@@ -142,6 +143,8 @@ def _may_join(node: fx.Node) -> bool:
         return False
     if node.target in HOOKS:
         return False
+    if node.target is size_of or is_unsized(node) or any(map(is_unsized, node.all_input_nodes)):
+        return False  # it would be compiled for one number of rows
     return node.target is not operator.getitem or _may_join(node.all_input_nodes[0])
 
 

@@ -147,6 +147,7 @@ class Code:
     phase: str
     traced: Mapping[int, Tensor] = field(default_factory=dict)
     reasons: Sequence[Conversion] = ()  # the planned conversions, by tag
+    unsized: frozenset[int] = frozenset()  # the slots whose sizes are known only at run time
 
     @cached_property
     def identity(self) -> int:

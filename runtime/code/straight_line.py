@@ -150,7 +150,7 @@ def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]
             return
         if not exact:
             yield f"    if v{slot}.stride() != {strides}: v{slot} = {fix}(v{slot}, {strides})"
-        if verify:
+        if verify and slot not in code.unsized:
             yield f"    {verify}(v{slot}, {bind(code.traced[slot])}, {name!r})"
 
     return lines

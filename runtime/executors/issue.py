@@ -381,11 +381,37 @@ def _exchanged(
     return Pending([work], finish, True)
 
 
+# -- Routed rows -------------------------------------------------------------------------------------------------------
+
+
+def _all_to_allv(c: Relayout, seat: Seat) -> Issue:
+    return lambda part, counts: _rows_sent(c, part, counts, seat.group)
+
+
+def _rows_sent(c: Relayout, part: Tensor, counts: Tensor, group: Any) -> Pending:
+    """Send each rank its rows of `part`, and get its own from each, as many as `counts` says."""
+    note(c, [part])
+    leaving, coming = counts.tolist()
+    sent = part.contiguous()
+    arrived = part.new_empty(sum(coming), *part.shape[1:])
+    row = math.prod(part.shape[1:]) * part.element_size()
+    work = dist.all_to_all_single(
+        as_bytes(arrived),
+        as_bytes(sent),
+        [row * count for count in coming],
+        [row * count for count in leaving],
+        group=group,
+        async_op=True,
+    )
+    return Pending([work], lambda: [arrived], True)
+
+
 ISSUERS: Mapping[Kind, Issuer] = {
     Kind.ALL_REDUCE: _Together(_all_reduce, adds=True),
     Kind.ALL_GATHER: _Together(_all_gather),
     Kind.REDUCE_SCATTER: _Together(_reduce_scatter),
     Kind.ALL_TO_ALL: _Together(_all_to_all, coalesces=False),
+    Kind.ALL_TO_ALLV: _all_to_allv,
     Kind.EXCHANGE: _exchange,
 }
 """For each kind what makes, of a conversion and a rank's seat, the function that issues it."""

@@ -33,11 +33,12 @@ class Meeting:
         self._of = {rank: handed for group, handed in zip(groups, self._handed, strict=True) for rank in group}
 
     def __call__(self, rank: int, *parts: Tensor) -> None:
-        """Hand in the `parts` of `rank`, one for each tensor."""
+        """Hand in the `parts` of `rank`, one for each tensor, and the numbers of routed rows."""
+        every = self._of[rank]
         if rank == 0:
-            note(self._c, parts)
-        for handed, part in zip(self._of[rank], parts, strict=True):
-            handed.add(part)
+            note(self._c, parts[: len(every)])
+        for handed, part in zip(every, parts, strict=False):
+            handed.add(part, *parts[len(every) :])
 
     def results(self) -> list[Any]:
         """The result of each rank: a tensor, or a list for a group of conversions."""
@@ -53,8 +54,8 @@ class _Handed(ABC):
     """The parts of one tensor that the ranks of one group hand in."""
 
     @abstractmethod
-    def add(self, part: Tensor) -> None:
-        """Add the `part` of the next rank."""
+    def add(self, part: Tensor, *counts: Tensor) -> None:
+        """Add the `part` of the next rank; `counts`: the numbers of its routed rows."""
 
     @abstractmethod
     def results(self, n: int) -> Parts:
@@ -68,7 +69,7 @@ class _Total(_Handed):
         self._c, self._own = c, private
         self._sum: Tensor | None = None
 
-    def add(self, part: Tensor) -> None:
+    def add(self, part: Tensor, *counts: Tensor) -> None:
         """Reduce `part` into the total; the first part becomes the total if its memory is private."""
         if self._sum is None:
             self._sum = part
@@ -101,9 +102,11 @@ class _Row(_Handed):
     def __init__(self, c: Relayout, private: bool) -> None:
         self._c = c
         self._parts: Parts = []
+        self._counts: Parts = []
 
-    def add(self, part: Tensor) -> None:
+    def add(self, part: Tensor, *counts: Tensor) -> None:
         self._parts.append(part)
+        self._counts.extend(counts)
 
     @property
     def whole(self) -> Tensor:
@@ -121,6 +124,12 @@ class _AllToAll(_Row):
     def results(self, n: int) -> Parts:
         assert isinstance(self._c.target, Shard)
         return [contiguous(part) for part in pieces(self.whole, self._c.target, n)]
+
+
+class _Sent(_Row):
+    def results(self, n: int) -> Parts:
+        by_sender = [part.split(counts[0].tolist()) for part, counts in zip(self._parts, self._counts, strict=True)]
+        return [torch.cat(to_one) for to_one in zip(*by_sender, strict=True)]
 
 
 class _Exchanged(_Row):
@@ -154,6 +163,7 @@ MEETINGS: Mapping[Kind, Callable[[Relayout, bool], _Handed]] = {
     Kind.ALL_GATHER: _AllGathered,
     Kind.REDUCE_SCATTER: _ReduceScattered,
     Kind.ALL_TO_ALL: _AllToAll,
+    Kind.ALL_TO_ALLV: _Sent,
     Kind.EXCHANGE: _Exchanged,
 }
 """For each kind what ranks hand in and get, of a conversion and whether each part's memory is its rank's own."""

@@ -199,8 +199,8 @@ def test_staying_as_it_is_takes_nothing(placement):
     assert kind(placement, placement) is Kind.NOTHING
 
 
-def test_five_kinds_communicate():
-    communicating = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"]
+def test_six_kinds_communicate():
+    communicating = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "exchange"]
     assert [str(k) for k in Kind if k.communicates] == communicating
 
 

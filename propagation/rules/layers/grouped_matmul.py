@@ -1,4 +1,4 @@
-"""_grouped_mm: consecutive groups of a matrix's rows, each multiplied by its own matrix.
+"""Consecutive groups of a matrix's rows: each multiplied by its own matrix, or each row with a value of its group.
 
 `offsets` holds the end of each group. A rank with a part of the rows has the part of each group that lies in it. A rank
 with a part of the matrices (the experts of a model) computes the rows of their groups, and zeros for the others.
@@ -14,6 +14,7 @@ from torch import fx
 
 from ...graph.nodes import argument, operands, shape
 from ...ops.by_rank import others_rows, part_slice
+from ...ops.experts import grouped_matmul, per_expert
 from ..dims import whole
 from ..local_forms import constants
 from ..row import Row, RowFunction, parse_row
@@ -25,25 +26,44 @@ aten = torch.ops.aten
 def grouped_mm(node: fx.Node) -> Rule | None:
     """Rows and matrices, or two batches of matrices; other forms stay whole."""
     x, weight = operands(node)[:2]
-    if argument(node, "bias") is not None or (len(shape(x)), len(shape(weight))) not in ((2, 3), (3, 3)):
+    has_bias = node.target is aten._grouped_mm.default and argument(node, "bias") is not None
+    if has_bias or (len(shape(x)), len(shape(weight))) not in ((2, 3), (3, 3)):
         return whole(node)
     if len(shape(x)) == 3:
         row = Row("e m k, e k n -> e m n", reduce="k", linear=("0", "1"), contraction=True)
         return parse_row(row, node)
     row = Row("t k, e k n, 1 -> t n", reduce="e k", linear=("0", "1"), local=_local_groups)
     rule = parse_row(row, node)
-    return replace(rule, flops=2.0 * shape(x)[0] * shape(weight)[1] * shape(weight)[2], even=frozenset("te"))
+    return replace(
+        rule, flops=2.0 * shape(x)[0] * shape(weight)[1] * shape(weight)[2], even=frozenset("te"), experts="e"
+    )
 
 
 def _local_groups(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     x, weight, offsets, *rest = args
-    if "t" in emit.split:
-        cut = emit.cut("t")
-        starts = constants(emit, offsets, "t", [[start] for start, _ in cut.spans], torch.int32)
-        offsets = emit.call(aten.clamp.default, emit.call(aten.sub.Tensor, offsets, starts), 0, cut.width)
+    offsets = _own_ends(emit, offsets)
     if "e" not in emit.split:
         return emit.call(emit.node.target, x, weight, offsets, *rest, **kwargs)
     return _own_groups(emit, x, weight, offsets, rest, kwargs)
+
+
+def _own_ends(emit: Emitter, offsets: fx.Node) -> fx.Node:
+    """The ends of the parts of groups that lie in a rank's part of the rows."""
+    if "t" not in emit.split:
+        return offsets
+    cut = emit.cut("t")
+    starts = constants(emit, offsets, "t", [[start] for start, _ in cut.spans], torch.int32)
+    return emit.call(aten.clamp.default, emit.call(aten.sub.Tensor, offsets, starts), 0, cut.width)
+
+
+def _per_expert(node: fx.Node) -> Rule:
+    row = Row("e d, 1, t 1 -> t d", linear=("0",), local=_local_values, even=True)
+    return replace(parse_row(row, node), experts="e")
+
+
+def _local_values(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    x, offsets, rows = args
+    return emit.call(per_expert, x, _own_ends(emit, offsets), rows)
 
 
 def _own_groups(
@@ -61,4 +81,6 @@ def _own_groups(
 
 ROWS: dict[Any, Row | RowFunction] = {
     aten._grouped_mm.default: grouped_mm,
+    grouped_matmul: grouped_mm,
+    per_expert: _per_expert,
 }

@@ -1,0 +1,279 @@
+"""Mixtures of experts: `dispatch` makes the rows of tokens for their experts, `combine` adds them up, and between them
+are products of rows with the matrices of their experts, and operators on each row by itself.
+
+Beside a split of the features, an axis has these options:
+
+    factor     tokens x    rows    experts' weights    result of combine    sends
+    token      Shard(0)    T0      Broadcast           Shard(0)             the weights, where they are not whole
+    exchange   Shard(0)    E0      Shard(0)            Shard(0)             rows to their experts, and back
+    expert     Broadcast   E0      Shard(0)            Partial              tokens to all ranks, and sums of results
+
+T0 are the rows of a rank's tokens, E0 those of its experts (`Routed`). Of several axes each has its own option: experts
+are cut over all that have `exchange` or `expert`, in the order of the mesh, and exchanged in one joint group.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....strategy.placement import BROADCAST, PARTIAL, Placement, Routed, Shard
+from ...graph.nodes import argument, operands, shape
+from ...ops.experts import arrival, combine, dispatch, give_rows, reorder, route, take_rows
+from ...ops.indexing import position
+from ..row import Row, RowFunction
+from ..rule import Emitter, Exchange, Hop, Rule
+
+aten = torch.ops.aten
+TOKEN, EXPERT, EXCHANGE = "token", "expert", "exchange"
+_S0: Placement = Shard(0)
+# Their local forms depend on the number of rows by the shape of the result alone.
+_LOCALIZED = (aten.reshape.default, aten.view.default, aten.expand.default, aten.slice.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a value belongs to the rows of a dispatch, the node `source`, of `tokens` tokens to `experts` experts: its
+    placements by token and by expert."""
+
+    source: fx.Node
+    tokens: int
+    experts: int
+    token: Routed
+    expert: Routed
+
+    @property
+    def placements(self) -> tuple[Routed, Routed]:
+        """The two placements that it may have on an axis beside the usual ones."""
+        return self.token, self.expert
+
+
+def routings_of_dispatch(node: fx.Node) -> tuple[Routing, Routing, Routing]:
+    """The routings of the results of a dispatch: its rows, the ends of its experts' rows, and their slots."""
+    tokens, experts = shape(operands(node)[1])[0], int(argument(node, "experts"))
+    rows = Routing(node, tokens, experts, Routed(TOKEN), Routed(EXPERT))
+    return rows, replace(rows, token=Routed(TOKEN, None)), rows
+
+
+def routed(node: fx.Node, rule: Rule, given: Sequence[Routing | None]) -> tuple[Rule, tuple[Routing | None, ...]]:
+    """The rule of a call with operands of the routings `given`, with their placements as further options, and the
+    routings of its results. A call that depends on other rows has no further options."""
+    plain = rule, (None,) * len(rule.results)
+    known = [each for each in given if each]
+    if len({each.source for each in known}) != 1:
+        return plain
+    if node.target is combine:
+        return (_combined(rule, known[0]) if given[0] and given[1] else rule), (None,)
+    first = next((each for each in known if each.token.dim is not None), None)
+    along = [d[r.token.dim] for d, r in zip(rule.operands, given, strict=True) if r and r.token.dim is not None]
+    if first is None or len(set(along)) != 1 or len(along[0]) != 1:
+        return plain
+    (factor,) = along[0]
+    others = [dims for dims, each in zip(rule.operands, given, strict=True) if not each]
+    if any(factor in parts for dims in others for parts in dims):
+        return plain
+    if rule.experts and any((rule.experts,) not in dims for dims in others):
+        return plain  # the ends of other rows
+    if not (rule.local is None or rule.experts or node.target in _LOCALIZED):
+        return plain
+    if any(halo.factor == factor for halo in rule.windows):
+        return plain
+    results = [next((d for d, parts in enumerate(dims) if parts == (factor,)), None) for dims in rule.results]
+    if None in results and (factor not in rule.reduce or rule.reduce_by != "sum"):
+        return plain
+    of_results = tuple(
+        None if dim is None else replace(first, token=Routed(TOKEN, dim), expert=Routed(EXPERT, dim)) for dim in results
+    )
+    return _with_routes(rule, given, of_results, first), of_results
+
+
+def _with_routes(
+    rule: Rule, given: Sequence[Routing | None], results: Sequence[Routing | None], routing: Routing
+) -> Rule:
+    """`rule` with its tensors placed by token, and by expert."""
+
+    def placed(by: str) -> dict[int, Placement]:
+        every: dict[int, Placement] = {}
+        for i, (dims, each) in enumerate(zip(rule.operands, given, strict=True)):
+            own = by == EXPERT and (rule.experts,) in dims
+            every[i] = getattr(each, by) if each else Shard(dims.index((rule.experts,))) if own else BROADCAST
+        for i, one in enumerate(results):
+            every[len(given) + i] = getattr(one, by) if one else PARTIAL
+        return every
+
+    ways = {TOKEN: routing.tokens, EXPERT: routing.experts}
+    return _with(rule, ways, *(Exchange(way, "", placed(way), _no_hops) for way in ways))
+
+
+def _with(rule: Rule, sizes: dict[str, int], *exchanges: Exchange) -> Rule:
+    return replace(rule, sizes={**rule.sizes, **sizes}, exchanges=(*rule.exchanges, *exchanges))
+
+
+def _no_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
+    return ()
+
+
+def _dispatch_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
+    return Hop(3, _S0, Shard(1), math.prod(counts)), Hop(2, Routed(TOKEN), Routed(EXPERT))
+
+
+def _combine_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
+    return (Hop(0, Routed(EXPERT), Routed(TOKEN)),)
+
+
+def _ways(rule: Rule, tokens: int, experts: int, placed: dict[str, tuple[Placement, ...]], hops: Any) -> Rule:
+    sizes = {TOKEN: tokens, EXPERT: experts, EXCHANGE: math.gcd(tokens, experts)}
+    return _with(
+        rule,
+        sizes,
+        *(
+            Exchange(way, "", dict(enumerate(each)), hops if way == EXCHANGE else _no_hops)
+            for way, each in placed.items()
+        ),
+    )
+
+
+def _dispatch_rule(node: fx.Node) -> Rule:
+    x, ids = map(shape, operands(node)[:2])
+    experts = int(argument(node, "experts"))
+    rule = Rule(
+        (((), ("d",)), ((), ())),
+        (((), ("d",)), ((),), ((),)),
+        {"d": x[1]},
+        linear=(frozenset({0}),),
+        local=_local_dispatch,
+    )
+    by_token, by_expert = Routed(TOKEN), Routed(EXPERT)
+    placed: dict[str, tuple[Placement, ...]] = {
+        "d": (Shard(1), BROADCAST, Shard(1), BROADCAST, BROADCAST),
+        TOKEN: (_S0, _S0, by_token, Routed(TOKEN, None), by_token),
+        EXPERT: (BROADCAST, BROADCAST, by_expert, by_expert, by_expert),
+        EXCHANGE: (_S0, _S0, by_expert, by_expert, by_token),
+    }
+    return _ways(rule, ids[0], experts, placed, _dispatch_hops)
+
+
+def _combine_rule(node: fx.Node) -> Rule:
+    rows = shape(operands(node)[0])
+    return Rule(
+        (((), ("d",)), ((),), ((), ())),
+        (((), ("d",)),),
+        {"d": rows[1]},
+        linear=(frozenset({0}), frozenset({2})),
+        local=_local_combine,
+    )
+
+
+def _combined(rule: Rule, routing: Routing) -> Rule:
+    by_token, by_expert = routing.placements
+    placed: dict[str, tuple[Placement, ...]] = {
+        TOKEN: (by_token, by_token, _S0, _S0),
+        EXPERT: (by_expert, by_expert, BROADCAST, PARTIAL),
+        EXCHANGE: (by_expert, by_token, _S0, _S0),
+    }
+    return _ways(rule, routing.tokens, routing.experts, placed, _combine_hops)
+
+
+# -- Local forms
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """The number of ranks that exchange rows, and of the experts of one."""
+
+    exchanged: int
+    experts: int
+
+    @property
+    def sent(self) -> int:
+        """The experts whose rows a rank sends: its own, and those of the ranks with which it exchanges."""
+        return self.exchanged * self.experts
+
+
+def _cuts(emit: Emitter, experts: int) -> _Cuts:
+    own, moved = (math.prod(emit.split.get(way, {}).values()) for way in (EXPERT, EXCHANGE))
+    return _Cuts(moved, experts // (own * moved))
+
+
+def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, ids, experts = args
+    if EXPERT not in emit.split and EXCHANGE not in emit.split:
+        made = emit.call(dispatch, x, ids, experts)
+        return tuple(emit.call(operator.getitem, made, i) for i in range(3))
+    each, cuts = emit.shapes.operands[1][1], _cuts(emit, experts)
+    places, widths, sizes, width = [], [], [], experts
+    for axis in emit.axes:  # major to minor
+        for way in (EXPERT, EXCHANGE):
+            if (size := emit.split.get(way, {}).get(axis)) is not None:
+                width //= size
+                if way == EXPERT:
+                    places.append(emit.call(position, [axis], [size]))
+                    widths.append(width)
+                    sizes.append(size)
+    made = emit.call(route, ids, places, widths, sizes, experts, _kept(emit, emit.shapes.operands[1]))
+    where, counts = (emit.call(operator.getitem, made, i) for i in range(2))
+    rows = emit.call(take_rows, x, where, each)
+    if EXCHANGE not in emit.split:
+        return rows, emit.call(aten.cumsum.default, counts, 0, dtype=torch.int32), where
+    received = emit.sent(EXCHANGE, 0, emit.call(aten.view.default, counts, [1, cuts.sent]))
+    leaving = emit.call(aten.view.default, counts, [cuts.exchanged, cuts.experts])
+    sent, got = (emit.call(aten.sum.dim_IntList, each, [1]) for each in (leaving, received))
+    hop, expected = emit.hops(EXCHANGE)[1], emit.shapes.results[0][0]
+    arrived = emit.routed(
+        EXCHANGE,
+        replace(hop, target=Routed(EXPERT, rows=expected)),
+        rows,
+        emit.call(aten.stack.default, [sent, got]),
+    )
+    order = emit.call(arrival, received, expected)
+    ends = emit.call(aten.cumsum.default, emit.call(aten.sum.dim_IntList, received, [0]), 0, dtype=torch.int32)
+    flat = emit.call(aten.view.default, received, [cuts.sent])
+    where = emit.call(aten.cat.default, [emit.call(aten._to_copy.default, flat, dtype=torch.int64), sent, where])
+    return emit.call(reorder, arrived, order, False), ends, where
+
+
+def _local_combine(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    rows, where, weights = args
+    if EXPERT not in emit.split and EXCHANGE not in emit.split:
+        return emit.call(combine, rows, where, weights)
+    tokens, each = emit.shapes.operands[2]
+    if EXCHANGE in emit.split:
+        cuts = _cuts(emit, emit.rule.sizes[EXPERT])
+        received = emit.call(
+            aten.view.default, emit.call(aten.slice.Tensor, where, 0, 0, cuts.sent), [cuts.exchanged, cuts.experts]
+        )
+        first = cuts.sent + cuts.exchanged
+        sent = emit.call(aten.slice.Tensor, where, 0, cuts.sent, first)
+        where = emit.call(aten.slice.Tensor, where, 0, first, sys.maxsize)
+        got = emit.call(aten.sum.dim_IntList, received, [1])
+        order = emit.call(arrival, received, emit.shapes.operands[0][0])
+        hop = emit.hops(EXCHANGE)[0]
+        rows = emit.routed(
+            EXCHANGE,
+            replace(hop, target=Routed(TOKEN, rows=_kept(emit, emit.shapes.operands[2]))),
+            emit.call(reorder, rows, order, True),
+            emit.call(aten.stack.default, [got, sent]),
+        )
+    flat = emit.call(aten.view.default, weights, [tokens * each])
+    taken = emit.call(aten.unsqueeze.default, emit.call(take_rows, flat, where, 1), 1)
+    return emit.call(give_rows, emit.call(aten.mul.Tensor, rows, taken), where, each, tokens)
+
+
+def _kept(emit: Emitter, slots: tuple[int, ...]) -> int:
+    """The rows that a rank expects to make of its tokens, of which it has the `slots`: those of all experts, or of the
+    part of experts whose rows other ranks with the same tokens do not make."""
+    own = math.prod(emit.split.get(EXPERT, {}).values())
+    return math.prod(slots) if own == 1 else max(-(-math.prod(slots) // own), 2) + emit.more
+
+
+ROWS: dict[Any, Row | RowFunction] = {
+    dispatch: _dispatch_rule,
+    combine: _combine_rule,
+}
