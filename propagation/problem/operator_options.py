@@ -170,9 +170,12 @@ def _every(call: OperatorCall, rule: Rule, choices: tuple[AxisOption, ...], sett
         devices,
         parts,
     )
-    owned = np.isin(rows.factors, [names.index(exchange.factor) for exchange in rule.exchanges]).any(axis=1)
     for table, codes in rows.tensors(call):
-        exist &= table.valid[codes] & (table.even[codes] | ~owned)
+        exist &= table.valid[codes]
+    if rule.exchanges:
+        exchanged = np.isin(rows.factors, [names.index(each.factor) for each in rule.exchanges]).any(axis=1)
+        for table, codes in rows.tensors(call):
+            exist &= table.even[codes] | ~exchanged
     return rows, exist
 
 
