@@ -12,6 +12,7 @@ kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rule
     batch_norm.py           moments, statistics and their use, for BatchNorm and its kin
     cross_entropy.py        the sums over classes in cross entropy
     ctc.py                  CTC loss with results of static size
+    experts.py              rows of a mixture of experts
     padded_convolution.py   a convolution with any padding
     recurrent.py            oneDNN's LSTM layer, with the workspace of its backward
     python/                 operators that call Python: control flow, hooks, manual functions

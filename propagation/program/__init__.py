@@ -5,6 +5,7 @@ local operators and conversions, the same on every rank, in which every collecti
 
     program.py          the program as data: its graphs, ports, conversions, text, and invariants
     lower.py            from options to a program with a forward alone
+    any_size.py         sizes that are known only at run time, such as numbers of rows
     collective.py       the conversions of a program, and the collectives that they run, with bytes and predicted time
     differentiate.py    adds the backward; segments.py cuts the forward into pieces, and each kind is traced once
     derivative.py       the gradients of a program as a program, to differentiate them again
