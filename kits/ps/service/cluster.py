@@ -93,6 +93,7 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_free_objects_period_milliseconds": "0",  # used memory is reused at once
+        "RAY_task_events_report_interval_ms": "0",  # Ray's head would keep up to 100,000 of them, 20 KB for each push
         "RAY_max_direct_call_object_size": str(2**19),  # bytes that go with a call, and not by shared memory
         "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"),
         keeper.PATIENCE: str(10**6),  # seconds: we limit how long a process waits for Ray's head
