@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ....strategy.placement import Routed
-from ...graph.nodes import argument, draws_random_numbers, operator_name, shape, value
+from ...graph.nodes import argument, draws_random_numbers, operands, operator_name, shape, value
 from ...ops.experts import combine, dispatch, grouped_matmul, per_expert
 from ...rules.builder import Builder
 from ...rules.layers.experts import EXPERT, TOKEN, Routing, routed
@@ -226,16 +226,18 @@ class _Mixture:
         return known if known and known.kind in ("token", "perm", "weight") else None
 
     def _indexed(self, node: fx.Node) -> _Reading | None:
-        x, indices = node.args
-        if not isinstance(indices, list | tuple) or len(indices) != 1 or not isinstance(indices[0], fx.Node):
+        arguments: tuple[Any, ...] = node.args
+        x, indices = arguments
+        if len(indices) != 1 or not isinstance(indices[0], fx.Node):
             return None
-        by, known = self.known.get(indices[0]), self.known.get(x)  # type: ignore[arg-type]
-        return self._taken(x, known, by) if by else None
+        by = self.known.get(indices[0])
+        return self._taken(x, self.known.get(x), by) if by else None
 
     def _gathered(self, node: fx.Node) -> _Reading | None:
-        x, dim, index = node.args[:3]
-        by = self.known.get(index)  # type: ignore[arg-type]
-        return self._taken(x, self.known.get(x), by) if by and dim == 0 else None  # type: ignore[arg-type]
+        arguments: tuple[Any, ...] = node.args
+        x, dim, index = arguments[:3]
+        by = self.known.get(index)
+        return self._taken(x, self.known.get(x), by) if by and dim == 0 else None
 
     def _taken(self, x: Any, known: _Reading | None, by: _Reading) -> _Reading | None:
         """What rows of `x` stand for, taken `by` an index."""
@@ -346,9 +348,10 @@ class _Mixture:
 
     def _row_by_row(self, node: fx.Node) -> _Reading:
         """The result of an operator on each row by itself. Raises _Unknown for another one."""
-        known = [self.known.get(operand) for operand in node.all_input_nodes]
+        given = operands(node)
+        known = [self.known.get(operand) for operand in given]
         orders = {each.order for each in known if each}
-        whole = next((self._slots_of(o) for o, each in zip(node.all_input_nodes, known, strict=True) if not each), None)
+        whole = next((self._slots_of(o) for o, each in zip(given, known, strict=True) if not each), None)
         if whole is not None or len(orders) != 1 or any(each and each.kind != "rows" for each in known):
             if all(each is None or each.kind == "weight" for each in known) and node.target in _COLUMNS and known[0]:
                 return known[0]
