@@ -144,11 +144,9 @@ class ConversionTable:
     @cached_property
     def _parts(self) -> list[Codes]:
         parts = [np.ones(len(self.digits), dtype=np.intp) for _ in self.shape]
-        for state, dim in enumerate(self._dims):
-            parts[dim] = np.where(self.digits == state, self.mesh.sizes, 1).prod(axis=1)
-        for state, placed in enumerate(self.routed, len(self._dims)):
-            if placed.dim is not None:
-                parts[placed.dim] = parts[placed.dim] * np.where(self.digits == state, self.mesh.sizes, 1).prod(axis=1)
+        for state, dim in enumerate([*self._dims, *(placed.dim for placed in self.routed)]):
+            if dim is not None:
+                parts[dim] = parts[dim] * np.where(self.digits == state, self.mesh.sizes, 1).prod(axis=1)
         return parts
 
     @cached_property

@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtypes import wide
 from .registration import define
-
-_SHORT = (torch.bfloat16, torch.float16)
 
 
 def _dispatch(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,9 +71,13 @@ def _per_expert(x: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
 
 
 def _sum_groups(rows: Tensor, offsets: Tensor) -> Tensor:
-    expert = torch.repeat_interleave(_sizes(offsets), output_size=rows.shape[0])
-    wide = torch.float32 if rows.dtype in _SHORT else rows.dtype
-    return rows.new_zeros(len(offsets), *rows.shape[1:], dtype=wide).index_add_(0, expert, rows.to(wide)).to(rows.dtype)
+    return _added(rows, torch.repeat_interleave(_sizes(offsets), output_size=rows.shape[0]), len(offsets))
+
+
+def _added(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """For each of `count` places the sum of its rows."""
+    dtype = wide(rows.dtype)
+    return rows.new_zeros(count, *rows.shape[1:], dtype=dtype).index_add_(0, places, rows.to(dtype)).to(rows.dtype)
 
 
 def _sizes(offsets: Tensor) -> Tensor:
@@ -117,13 +120,10 @@ def _take_rows(x: Tensor, where: Tensor, each: int) -> Tensor:
 
 
 def _give_rows(rows: Tensor, where: Tensor, each: int, tokens: int) -> Tensor:
-    rest = rows.shape[1:]
     if where.numel() == tokens * each:  # every slot has a row: sums are in the order of slots
-        placed = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        placed[where] = rows
-        return placed if each == 1 else placed.view(tokens, each, *rest).sum(1)
-    wide = torch.float32 if rows.dtype in _SHORT else rows.dtype
-    return rows.new_zeros(tokens, *rest, dtype=wide).index_add_(0, where // each, rows.to(wide)).to(rows.dtype)
+        placed = _reorder(rows, where, True)
+        return placed if each == 1 else placed.view(tokens, each, *rows.shape[1:]).sum(1)
+    return _added(rows, where // each, tokens)
 
 
 def _arrival(received: Tensor, expected: int) -> Tensor:

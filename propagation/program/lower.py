@@ -453,18 +453,8 @@ class _Lowering:
             hierarchies=self._hierarchies(step.axes),
         )
         self.conversions.append(conversion)
-        converted = self.graph.call_function(
-            convert,
-            (
-                node,
-                str(step.source),
-                str(step.target),
-                list(step.axes),
-                size,
-                conversion.tag,
-                *([counts] if counts is not None else ()),
-            ),
-        )
+        how = str(step.source), str(step.target), list(step.axes), size, conversion.tag
+        converted = self.graph.call_function(convert, (node, *how) if counts is None else (node, *how, counts))
         if again:
             compute_again(converted, True)
         if v.node in self.problem.constants and kind(step.source, step.target) is Kind.SLICE:

@@ -119,8 +119,7 @@ class Program:
     def undifferentiated(self) -> Program:
         """The program of the forward alone, as it was lowered."""
         wanted, needed = (False,) * len(self.outputs), (False,) * len(self.inputs)
-        plain = replace(self, forward=self.lowered, backward=None, wanted=wanted, needed=needed)
-        return plain if self.resized is None else plain.of_any_size(replace(plain, forward=self.resized))
+        return replace(self, forward=self.lowered, backward=None, wanted=wanted, needed=needed)
 
     def of_any_size(self, other: Program) -> Program:
         """The program for any numbers of rows of experts, from that for one and `other` for another."""
