@@ -35,7 +35,7 @@ from ..cost.conversion import Codes, ConversionTable, Floats, once_more
 from ..graph.graph import recomputed
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
-from ..minsum.network import Costs, among
+from ..minsum.network import Costs, among, originals
 from ..ops.random_numbers import draw
 from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind, restricted
 from ..torch_internals import OpOverload
@@ -185,7 +185,7 @@ class KeepProblem:
         """`choice` with the numbers of options in the whole problem."""
         if self.rows is None:
             return choice
-        return tuple(int(rows[c]) for rows, c in zip(self.rows, choice, strict=True))
+        return originals(self.rows, choice)
 
     # -- as numbers
 

@@ -22,7 +22,7 @@ from ...strategy.errors import StrategyError
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
 from .forests import Tables, by_ends, improved, kicked
 from .messages import Messages
-from .network import Choice, Costs
+from .network import Choice, Costs, originals
 from .reduce import reduced
 
 EASY = 2e7  # sums of an elimination that is done at once
@@ -244,4 +244,4 @@ def _after(lift: Lift, inner: Lift) -> Lift:
 
 
 def _among(kept: Sequence[np.ndarray]) -> Lift:
-    return lambda choice: tuple(int(rows[c]) for rows, c in zip(kept, choice, strict=True))
+    return lambda choice: originals(kept, choice)

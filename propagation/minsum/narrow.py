@@ -31,7 +31,7 @@ import numpy as np
 
 from ...strategy.basics.blocks import tell
 from ..cost.conversion import Floats
-from .network import Between, Network
+from .network import Between, Network, originals
 
 SWEEPS = 40  # at most, forward and backward
 PATIENCE = 12  # sweeps after which narrowing stops once hardly any option goes
@@ -110,7 +110,7 @@ class Narrowing:
 
     def original(self, choice: Iterable[int]) -> tuple[int, ...]:
         """A choice among the options that are left, by their numbers in the whole problem."""
-        return tuple(int(kept[c]) for kept, c in zip(self.kept, choice, strict=True))
+        return originals(self.kept, choice)
 
     def shrink(self) -> None:
         """Remove the dropped options from all arrays."""

@@ -16,7 +16,7 @@ proven; by visits alone `Found((1, 1, 0), cost=6, bound=-inf, width=1)`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,6 +163,11 @@ def network(costs: Costs) -> Network:
 def among(kept: Sequence[Codes], choice: Sequence[int]) -> tuple[int, ...]:
     """The numbers of the options of `choice` among those kept; where one was left out, the first."""
     return tuple(int(np.argmax(rows == c)) for rows, c in zip(kept, choice, strict=True))
+
+
+def originals(kept: Sequence[Codes], choice: Iterable[int]) -> tuple[int, ...]:
+    """The options of `choice`, numbered among those kept, by their numbers among all."""
+    return tuple(int(rows[c]) for rows, c in zip(kept, choice, strict=True))
 
 
 # -- The result of a search

@@ -21,7 +21,7 @@ from ..cost.conversion import Codes, ConversionTable, Mask
 from ..graph.graph import Graph, constant_nodes
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
-from ..minsum.network import among
+from ..minsum.network import originals
 from ..problem.problem import Edge, Options, SearchProblem, Vertex, VertexKind, restricted
 from ..search.exact import dynamic_programming
 from ..search.solution import Solution
@@ -109,7 +109,7 @@ def follow(problem: SearchProblem, plan: PlanData) -> Solution:
     found = dynamic_programming(restricted(problem, kept))
     if math.isinf(found.cost):
         raise StrategyError("the plan cannot be followed: the layouts of two operators cannot be converted")
-    chosen = among(kept, found.choice)
+    chosen = originals(kept, found.choice)
     solution = Solution(chosen, problem.cost(chosen), float("-inf"), found.width, replayed=True, of_other_sizes=True)
     return with_fates(problem, solution)
 

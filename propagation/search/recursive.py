@@ -15,6 +15,7 @@ import numpy as np
 
 from ..cost.conversion import Codes, tie
 from ..minsum.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
+from ..minsum.network import originals
 from ..problem.problem import SearchProblem, costs_of, restricted
 from .solution import Solution
 
@@ -22,17 +23,16 @@ from .solution import Solution
 def recursive_programming(problem: SearchProblem) -> Solution:
     """Solve axis by axis: with the options that leave later axes whole, given the choice on earlier axes."""
     kept = [np.arange(len(v.options)) for v in problem.vertices]
-    chosen: list[int] = []
+    plan: tuple[int, ...] = ()
     width = 0
     for axis in range(len(problem.settings.mesh.axes)):
         part = _Axes(problem, range(axis + 1))
         narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
         costs = costs_of(restricted(_tied_up_to(problem, axis), narrowed))
         solution = eliminate_in(costs, affordable(costs, elimination_order(costs, TABLE_LIMIT)))
-        chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
-        kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
+        plan = originals(narrowed, solution.choice)
+        kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, plan, strict=True))]
         width = max(width, solution.width)
-    plan = tuple(chosen)
     return Solution(plan, problem.cost(plan), -math.inf, width)
 
 
