@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from partway.requests.user_rules import rule
     from partway.runtime.code.recorders import record_collectives
     from partway.runtime.launching.process import init, shutdown
+    from partway.runtime.ranks.expert_load import ExpertLoad, record_expert_load
     from partway.sharding import compile, shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.show.timeline import record_timeline
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
         CaptureError,
         ContextError,
         DataError,
+        ExpertLoadWarning,
         Layout,
         LossError,
         Mesh,
@@ -112,12 +114,13 @@ _HOMES = {
     "checkpoints.resume": "Resume",
     "runtime.launching.process": "init shutdown",
     "runtime.code.recorders": "record_collectives",
+    "runtime.ranks.expert_load": "ExpertLoad record_expert_load",
     "ps.context": "set_ps_context",
     "sharding": "compile shard",
     "show.sharding": "ShardingPicture visualize_sharding",
     "show.timeline": "record_timeline",
-    "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
-        PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
+    "strategy": """Broadcast CaptureError ContextError DataError ExpertLoadWarning Layout LossError Mesh OperatorError
+        Partial PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
         VerifyError WholeReadWarning""",
     "requests.user_rules": "rule",
 }
@@ -128,6 +131,8 @@ __all__ = [
     "Compiled",
     "ContextError",
     "DataError",
+    "ExpertLoad",
+    "ExpertLoadWarning",
     "GlobalComm",
     "Layout",
     "LossError",
@@ -174,6 +179,7 @@ __all__ = [
     "ps",
     "rank_list_for_transform",
     "record_collectives",
+    "record_expert_load",
     "record_timeline",
     "reset_algo_parameters",
     "reset_auto_parallel_context",

@@ -12,8 +12,8 @@
     └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
 
 Warnings are UserWarnings: `UnknownOperatorWarning` names an operator that has no rule and is replicated,
-`WholeReadWarning` an image whose format does not allow reading only a part of it, and `UntestedTorchWarning` a version
-of PyTorch with which Partway is not tested.
+`WholeReadWarning` an image whose format does not allow reading only a part of it, `ExpertLoadWarning` devices that got
+more rows than was planned, and `UntestedTorchWarning` a version of PyTorch with which Partway is not tested.
 """
 
 from __future__ import annotations
@@ -102,6 +102,10 @@ class UnknownOperatorWarning(UserWarning):
 
 class WholeReadWarning(UserWarning):
     """An image is stored so that reading a part of it reads much more than that part."""
+
+
+class ExpertLoadWarning(UserWarning):
+    """A device got more rows for its experts than `expert_load` allows for."""
 
 
 class UntestedTorchWarning(UserWarning):

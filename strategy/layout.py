@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -98,17 +99,20 @@ class Layout:
     def _has_dims(self, shape: tuple[int, ...]) -> bool:
         return all(p.dim < len(shape) for p in self.placements if isinstance(p, Shard))
 
-    def local_shape(self, shape: tuple[int, ...], more: int = 0) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], more: int = 0, load: float = 1.0) -> tuple[int, ...]:
         """The shape of one rank's part of a tensor of global `shape`, the same for all ranks; uneven slices have
-        `Cut.width`, and dims of `unsized_dims` their share, and `more`. Raises StrategyError for a split dim that
-        `shape` lacks."""
+        `Cut.width`, and dims of `unsized_dims` their `expected_rows`. Raises StrategyError for a split dim that `shape`
+        lacks."""
         self._check(shape)
-        local = list(shape)
+        local, experts = list(shape), dict[int, int]()
         for placement, count in zip(self.placements, self.mesh.sizes, strict=True):
             if isinstance(placement, Shard | Routed) and placement.dim is not None:
-                local[placement.dim] = -(-local[placement.dim] // count)
-        for dim in self.unsized_dims:
-            local[dim] = max(local[dim], 2) + more  # one row would be taken for a dim that broadcasts
+                if isinstance(placement, Routed) and placement.by == "expert":
+                    experts[placement.dim] = experts.get(placement.dim, 1) * count
+                else:
+                    local[placement.dim] = -(-local[placement.dim] // count)
+        for dim, parts in experts.items():
+            local[dim] = expected_rows(local[dim], parts, more, load)
         return tuple(local)
 
     @property
@@ -158,6 +162,12 @@ class Layout:
 
     def __str__(self) -> str:
         return "[" + " ".join([f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)]) + "]"
+
+
+def expected_rows(rows: int, parts: int, more: int = 0, load: float = 1.0) -> int:
+    """The rows that a rank is expected to hold of `rows` that are sorted by expert, with the experts in `parts`, and
+    `more`. `load`: the rows of the rank that has most, over the mean of all."""
+    return max(math.ceil(rows * min(load, parts) / parts), 2) + more  # one row would be taken for a dim that broadcasts
 
 
 @lru_cache(maxsize=65536)

@@ -273,6 +273,7 @@ def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
         gradient_fp32_sync=context.gradient_fp32_sync,
+        expert_load=algo.expert_load,
         optimizer_states=algo.optimizer_states,
         memory_limit=memory_limit(algo.memory_limit, inputs.profile),
         recompute=algo.recompute,

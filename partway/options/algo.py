@@ -58,3 +58,11 @@ class AlgoParameters(FrozenOptions):
         default=2.0, ge=0, allow_inf_nan=False, description="a number of 0 or more, such as 2 for Adam"
     )
     """The number of optimizer states per trained parameter: 0 for SGD, 1 with momentum, 2 for Adam."""
+
+    expert_load: float | None = Field(
+        default=None, ge=1, allow_inf_nan=False, description="None or a number of 1 or more, such as 1.5"
+    )
+    """The rows that the busiest device gets for its experts in a step, over the mean of all devices: 1 if all get as
+    many. Time, communication and memory of mixtures of experts are planned for it. If a device gets more, a warning
+    names the expert and the devices, and the step goes on with more memory than planned. `pw.record_expert_load`
+    measures it. None: 1, without a warning."""

@@ -56,6 +56,7 @@ class AlgoOptions(TypedDict, total=False):
     memory_limit: float | None
     recompute: Literal["auto", "none", "all"]
     optimizer_states: float
+    expert_load: float | None
 
 
 F = TypeVar("F", bound=Callable[..., Any])

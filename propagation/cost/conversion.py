@@ -93,6 +93,7 @@ class ConversionTable:
     wider        how many times as many bytes an element has while sums of the backward send it
     short        sizes of dims that may be cut into more parts than they have elements
     routed       the placements of rows of a mixture of experts, in place of splits of their dim; no step leads to them
+    load         the rows of the rank whose experts have most, over the mean of all ranks
     """
 
     shape: tuple[int, ...]
@@ -109,6 +110,7 @@ class ConversionTable:
     wider: int = 1
     short: frozenset[int] = frozenset()
     routed: tuple[Routed, ...] = ()
+    load: float = 1.0
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -190,7 +192,14 @@ class ConversionTable:
         held = np.full(len(self.digits), float(self.itemsize))
         for dim, size in enumerate(self.shape):
             held *= -(-size // self.parts(dim))
-        return held
+        return held * self._crowded
+
+    @property
+    def _crowded(self) -> Floats:
+        """How many times its share of the rows the rank holds that has most, for every code."""
+        by_expert = [i for i, p in enumerate(self.states) if isinstance(p, Routed) and p.by == "expert" and self._rows]
+        times: Floats = np.where(np.isin(self.digits, by_expert), self.mesh.sizes, 1).prod(axis=1)
+        return np.minimum(self.load, times)
 
     def last_dim(self, codes: Codes) -> Floats:
         """The bytes of a row of the last dim of one rank's part, for each of `codes`."""
@@ -463,6 +472,7 @@ def conversion_table(
     wider: int = 1,
     short: frozenset[int] = frozenset(),
     routed: tuple[Routed, ...] = (),
+    load: float = 1.0,
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(
@@ -480,6 +490,7 @@ def conversion_table(
         wider=wider,
         short=short,
         routed=routed,
+        load=load,
     )
 
 

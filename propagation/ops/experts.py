@@ -17,6 +17,10 @@ number of rows for planning: the real one is known when the operator runs.
 partway::route(ids, places, widths, sizes, experts, expected)
                                           `where`, and the number of rows of each expert (int32), of the experts e with
                                           (e // widths[i]) % sizes[i] == places[i] for all i
+partway::counted(counts, copy, part, allowed, layer)
+                                          counts[e] or counts[n, e], the rows of the `part`-th experts of `layer`, after
+                                          who listens has heard of them, of ranks with copies from the first. More than
+                                          `allowed` (-1: any number) are warned of
 partway::take_rows(x, where, each)        x[where // each]
 partway::give_rows(rows, where, each, tokens)
                                           its transpose: for each of `tokens` the sum of its rows
@@ -27,12 +31,15 @@ partway::reorder(x, order, back)          x[order], or with `back` the tensor of
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...strategy.errors import ExpertLoadWarning
 from .dtypes import wide
+from .keyed import LISTENERS
 from .registration import define
 
 
@@ -115,6 +122,25 @@ def _route(
     return order[own[flat[order]]], counts[own]
 
 
+def _counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, layer: str) -> Tensor:
+    if not LISTENERS and allowed < 0:
+        return counts.clone()
+    rows = counts.reshape(-1, counts.shape[-1]).sum(0)
+    first = int(part) * len(rows)
+    for hear in LISTENERS.values() if int(copy) == 0 else ():
+        hear(layer, first, rows)
+    if allowed >= 0 and int(rows.sum()) > allowed:
+        last = first + len(rows) - 1
+        warnings.warn(
+            f"{layer}: the ranks with experts {first} to {last} got more rows than expert_load allows, most of them "
+            f"for expert {first + int(rows.argmax())}; the step goes on, with more memory than planned "
+            "(pw.record_expert_load says how many)",
+            ExpertLoadWarning,
+            stacklevel=2,
+        )
+    return counts.clone()
+
+
 def _take_rows(x: Tensor, where: Tensor, each: int) -> Tensor:
     return x[where // each]
 
@@ -177,6 +203,10 @@ def _fake_route(
     for size in sizes:
         experts //= size
     return ids.new_empty(expected, dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
+
+
+def _fake_counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, layer: str) -> Tensor:
+    return torch.empty_like(counts, memory_format=torch.contiguous_format)
 
 
 def _fake_take_rows(x: Tensor, where: Tensor, each: int) -> Tensor:
@@ -322,6 +352,11 @@ route = define(
     "-> (Tensor where, Tensor counts)",
     _route,
     _fake_route,
+)
+counted = define(
+    "counted(Tensor counts, Tensor copy, Tensor part, int allowed, str layer) -> Tensor",
+    _counted,
+    _fake_counted,
 )
 take_rows = define(
     "take_rows(Tensor x, Tensor where, int each) -> Tensor",

@@ -90,6 +90,7 @@ class Settings:
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
     gradient_fp32_sync  sums over ranks of parameters' gradients in bfloat16 and float16 send float32
+    expert_load         the most rows that a rank gets for its experts, over the mean of all ranks; None: nobody said
     optimizer_states    copies of each parameter that the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold at a time; None: any number
     recompute           which values the backward may compute again
@@ -110,6 +111,7 @@ class Settings:
     slice_align: int = 1
     shard_parameters: int | None = None
     gradient_fp32_sync: bool = True
+    expert_load: float | None = None
     optimizer_states: float = 2.0
     memory_limit: float | None = None
     recompute: Recompute = Recompute.AUTO
@@ -118,6 +120,11 @@ class Settings:
     on_unknown_op: Fallback = Fallback.WARN
     rules: Rows = field(default_factory=dict)
     grouped: bool = False
+
+    @property
+    def load(self) -> float:
+        """`expert_load`, or what is assumed: that all ranks get equally many."""
+        return 1.0 if self.expert_load is None else self.expert_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +331,7 @@ class TensorFacts:
             wider=self.wider(v),
             short=settings.short.intersection(tensor.shape),
             routed=self.routings[v].placements if v in self.routings else (),
+            load=settings.load if v in self.routings else 1.0,
         )
 
 

@@ -48,6 +48,7 @@ from ..manual.manual import TracedManual
 from ..manual.writing import ManualConversion, written
 from ..memory.keeping import Keeping
 from ..ops.collectives import constrain, convert
+from ..ops.experts import counted
 from ..ops.python.manual import call_manual, manual_of
 from ..problem.problem import Option, SearchProblem, Vertex, VertexKind
 from ..rules.rule import Emitter, Hop, Localize, LocalShapes, Rule, windows_of
@@ -127,7 +128,7 @@ class _Lowering:
                     mark(new, region_of(node))
                     inherit(new, node)
                     note_operator(new, node.name)
-                    if new.target is not convert and (note := self.notes.get(node)):
+                    if new.target not in (convert, counted) and (note := self.notes.get(node)):
                         note(new)
         outputs, results = [], []
         for port in self.problem.graph.outputs:
@@ -256,9 +257,10 @@ class _Lowering:
     def _emitter(self, node: fx.Node, rule: Rule, option: Option, consumer: str) -> Emitter:
         """The emitter that the local form of a call is written with."""
         sources, produced = [source_of(o) for o in operands(node)], values_of(node)
+        more, load = self.more, self.settings.load
         shapes = LocalShapes(
-            tuple(lo.local_shape(_shape(v), self.more) for v, lo in zip(sources, option.operands, strict=True)),
-            tuple(lo.local_shape(_shape(v), self.more) for v, lo in zip(produced, option.results, strict=True)),
+            tuple(lo.local_shape(_shape(v), more, load) for v, lo in zip(sources, option.operands, strict=True)),
+            tuple(lo.local_shape(_shape(v), more, load) for v, lo in zip(produced, option.results, strict=True)),
         )
 
         def send(x: fx.Node, hop: Hop, axes: tuple[str, ...], counts: fx.Node | None) -> fx.Node:
@@ -277,8 +279,9 @@ class _Lowering:
             graph=self.graph,
             split=self._split(option),
             send=send,
-            axes=self.settings.mesh.axes,
-            more=self.more,
+            axes=dict(zip(self.settings.mesh.axes, self.settings.mesh.sizes, strict=True)),
+            more=more,
+            expert_load=self.settings.expert_load,
         )
 
     def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:

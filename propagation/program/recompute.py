@@ -32,6 +32,7 @@ from ..graph.nodes import (
     returned_by,
 )
 from ..ops.collectives import TAG, convert, kind_of
+from ..ops.experts import counted
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
 from .any_size import size_of
@@ -205,6 +206,7 @@ def checkpointed(program: Program) -> frozenset[fx.Node]:
     random numbers       those of torch's generator, and values computed from them alone: drawing again would give
                          other numbers (with a key they are the same again)
     collectives          their results, so that none runs twice unasked
+    numbers of rows      so that nobody hears of them twice
     """
     graph = program.forward.graph
     regions = _regions(graph, returned_by(graph)[: len(program.outputs)])
@@ -217,7 +219,7 @@ def checkpointed(program: Program) -> frozenset[fx.Node]:
         alone = bool(operands) and node.target is not draw and all(operand in random for operand in operands)
         if draws_random_numbers(node) or alone:
             random.add(node)
-        elif node in regions and not _conversion_kind(node).communicates:
+        elif node in regions and node.target is not counted and not _conversion_kind(node).communicates:
             inside = all(regions.get(user) == regions[node] for user in node.users if user.op != "output")
             if inside and (node.target is not operator.getitem or operands[0] in chosen):
                 chosen.add(node)

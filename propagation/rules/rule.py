@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -189,8 +189,9 @@ class Emitter:
     graph    the graph that it adds nodes to
     split    for each split factor, the axes that split it, major first, with their sizes
     send     writes a conversion along some axes; of routed rows with the numbers of rows that ranks send and get
-    axes     those of the mesh, major first
+    axes     those of the mesh, major first, with their sizes
     more     a number of rows that is added to every number of rows that is not known before run time
+    expert_load   as in the settings of the search
     """
 
     node: fx.Node
@@ -200,8 +201,9 @@ class Emitter:
     graph: fx.Graph
     split: Split
     send: Callable[[fx.Node, Hop, tuple[str, ...], fx.Node | None], fx.Node] | None = None
-    axes: tuple[str, ...] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
     more: int = 0
+    expert_load: float | None = None
 
     @cached_property
     def windows(self) -> Mapping[tuple[int, str], SliceWindow]:

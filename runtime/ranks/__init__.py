@@ -3,6 +3,7 @@
 watch.py            the thread that asks and answers; doing.py, answering.py; over NCCL flights.py
 agreement.py        the comparison before a plan is followed
 ledger.py           the comparison while steps run; replicas.py: of parameters and states
+expert_load.py      the rows that each expert gets
 stragglers.py       the ranks that others wait for; device_memory.py: the memory of each rank's device
 world.py            values that are kept as long as a process group lasts
 """

@@ -41,7 +41,7 @@ PARALLEL: dict[str, tuple[str, ...]] = {  # every option belongs to one purpose
     "Speed": ("comm_fusion", "all_reduce_fusion_config", "backend", "enable_compile_cache", "compile_cache_path"),
 }
 ALGO: dict[str, tuple[str, ...]] = {
-    "Devices and memory": ("fully_use_devices", "memory_limit", "recompute", "optimizer_states"),
+    "Devices and memory": ("fully_use_devices", "memory_limit", "recompute", "optimizer_states", "expert_load"),
     "What the search looks at": (
         "enable_algo_approxi", "algo_approxi_epsilon", "elementwise_op_strategy_follow",
         "tensor_slice_align_enable", "tensor_slice_align_size",

@@ -117,6 +117,7 @@ ALGO: Mapping[str, Sequence[Any]] = {
     "memory_limit": (None, 1e9, float("inf")),
     "recompute": ("auto", "none", "all"),
     "optimizer_states": (2.0, 0.0),
+    "expert_load": (None, 2.0),
 }
 CHOICES = {**CONTEXT, **ALGO}
 

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....strategy.layout import expected_rows
 from ....strategy.placement import BROADCAST, PARTIAL, Placement, Routed, Shard
-from ...graph.nodes import argument, operands, shape
-from ...ops.experts import arrival, combine, dispatch, give_rows, reorder, route, take_rows
+from ...graph.nodes import argument, module_path, operands, shape
+from ...ops.experts import arrival, combine, counted, dispatch, give_rows, reorder, route, take_rows
 from ...ops.indexing import position
 from ..row import Row, RowFunction
 from ..rule import Emitter, Exchange, Hop, Rule
@@ -204,25 +205,20 @@ def _cuts(emit: Emitter, experts: int) -> _Cuts:
 
 def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, ids, experts = args
-    if EXPERT not in emit.split and EXCHANGE not in emit.split:
-        made = emit.call(dispatch, x, ids, experts)
-        return tuple(emit.call(operator.getitem, made, i) for i in range(3))
     each, cuts = emit.shapes.operands[1][1], _cuts(emit, experts)
     places, widths, sizes, width = [], [], [], experts
-    for axis in emit.axes:  # major to minor
-        for way in (EXPERT, EXCHANGE):
-            if (size := emit.split.get(way, {}).get(axis)) is not None:
-                width //= size
-                if way == EXPERT:
-                    places.append(emit.call(position, [axis], [size]))
-                    widths.append(width)
-                    sizes.append(size)
+    for axis, size in _sizes(emit, EXPERT, EXCHANGE).items():
+        width //= size
+        if axis in emit.split.get(EXPERT, {}):
+            places.append(emit.call(position, [axis], [size]))
+            widths.append(width)
+            sizes.append(size)
     made = emit.call(route, ids, places, widths, sizes, experts, _kept(emit, emit.shapes.operands[1]))
     where, counts = (emit.call(operator.getitem, made, i) for i in range(2))
     rows = emit.call(take_rows, x, where, each)
     if EXCHANGE not in emit.split:
-        return rows, emit.call(aten.cumsum.default, counts, 0, dtype=torch.int32), where
-    received = emit.sent(EXCHANGE, 0, emit.call(aten.view.default, counts, [1, cuts.sent]))
+        return rows, emit.call(aten.cumsum.default, _told(emit, counts), 0, dtype=torch.int32), where
+    received = _told(emit, emit.sent(EXCHANGE, 0, emit.call(aten.view.default, counts, [1, cuts.sent])))
     leaving = emit.call(aten.view.default, counts, [cuts.exchanged, cuts.experts])
     sent, got = (emit.call(aten.sum.dim_IntList, each, [1]) for each in (leaving, received))
     hop, expected = emit.hops(EXCHANGE)[1], emit.shapes.results[0][0]
@@ -237,6 +233,22 @@ def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
     flat = emit.call(aten.view.default, received, [cuts.sent])
     where = emit.call(aten.cat.default, [emit.call(aten._to_copy.default, flat, dtype=torch.int64), sent, where])
     return emit.call(reorder, arrived, order, False), ends, where
+
+
+def _told(emit: Emitter, counts: fx.Node) -> fx.Node:
+    """The numbers of rows of a rank's experts, after whoever listens has heard of them."""
+    by_expert = _sizes(emit, EXPERT, EXCHANGE)
+    routed = _sizes(emit, TOKEN, EXPERT, EXCHANGE)
+    copies = {axis: size for axis, size in emit.axes.items() if axis not in routed}
+    copy, part = (emit.call(position, list(axes), list(axes.values())) for axes in (copies, by_expert))
+    allowed = emit.shapes.results[0][0] - emit.more if by_expert and emit.expert_load is not None else -1
+    layer = f"{module_path(emit.node)}.{emit.node.name}".removeprefix(".")
+    return emit.call(counted, counts, copy, part, allowed, layer)
+
+
+def _sizes(emit: Emitter, *ways: str) -> dict[str, int]:
+    """The axes with one of the options `ways`, major first, with their sizes."""
+    return {axis: size for axis, size in emit.axes.items() if any(axis in emit.split.get(way, {}) for way in ways)}
 
 
 def _local_combine(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -270,7 +282,8 @@ def _kept(emit: Emitter, slots: tuple[int, ...]) -> int:
     """The rows that a rank expects to make of its tokens, of which it has the `slots`: those of all experts, or of the
     part of experts whose rows other ranks with the same tokens do not make."""
     own = math.prod(emit.split.get(EXPERT, {}).values())
-    return math.prod(slots) if own == 1 else max(-(-math.prod(slots) // own), 2) + emit.more
+    rows = math.prod(slots)
+    return rows if own == 1 else expected_rows(rows, own, emit.more, emit.expert_load or 1.0)
 
 
 ROWS: dict[Any, Row | RowFunction] = {

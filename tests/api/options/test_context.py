@@ -64,6 +64,7 @@ ALGO_DEFAULTS = {
     "memory_limit": None,
     "recompute": "auto",
     "optimizer_states": 2.0,
+    "expert_load": None,
 }
 
 
@@ -538,7 +539,8 @@ def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
         "tensor_slice_align_size         default  16\n"
         "memory_limit                    default  None\n"
         "recompute                       default  'auto'\n"
-        "optimizer_states                default  2.0"
+        "optimizer_states                default  2.0\n"
+        "expert_load                     default  None"
     )
     with auto_parallel_context(comm_fusion={"allreduce": {"mode": "size", "config": 32}, "allgather": None}):
         assert (

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from partway.propagation.graph.nodes import operator_name
-from partway.propagation.ops.experts import combine, dispatch, grouped_matmul, per_expert
+from partway.propagation.ops.experts import arrival, combine, dispatch, grouped_matmul, per_expert
 from partway.propagation.search.exact import dynamic_programming
 from partway.strategy import Mesh
+from partway.strategy.placement import Kind
 
 TOKENS, EXPERTS, EACH, FEATURES, HIDDEN = 16, 8, 2, 8, 6
 
@@ -103,3 +104,25 @@ def test_what_reads_more_than_single_rows_has_them_whole(f, lab):
     assert not {"token", "expert"} & {option.factors[0] for option in problem.vertices[last].options}
     step = lab.compiled(problem, dynamic_programming(problem).choice)
     torch.testing.assert_close(step(lab.call_tensors(problem, f, given))[0], f(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("load", "share"), [(None, 1.0), (1.5, 1.5), (8.0, 4.0)])
+def test_the_busiest_rank_has_its_load_and_at_most_all_rows(load, share, tensors, lab):
+    """In what the search counts, in what the program sends and holds, and in the work."""
+    mesh, even = Mesh({"ep": 4}), TOKENS * EACH // 4
+    problem = lab.problem_of(mixture, tensors, mesh, expert_load=load)
+    (place,), (product, _) = lab.vertices_of(problem, dispatch), lab.vertices_of(problem, grouped_matmul)
+    routing, products = problem.vertices[place].options, problem.vertices[product].options
+    made = {option.factors[0]: float(size) for option, size in zip(routing, routing.made, strict=True)}
+    work = {option.factors[0]: float(flops) for option, flops in zip(products, products.flops, strict=True)}
+    rows, slots = FEATURES * 8 * even, 8 * even
+    assert made["token"] == rows + 4 * EXPERTS + slots
+    assert made["exchange"] == share * rows + 4 * EXPERTS // 4 + slots
+    assert work["expert"] == share * work["token"]
+    exchanged = [i for i, option in enumerate(routing) if option.factors == ("exchange",)]
+    chosen = lab.choose(problem, place, exchanged)
+    step = lab.compiled(chosen, dynamic_programming(chosen).choice)
+    sent = [c.payload_bytes for c in step.program.collectives if c.kind is Kind.ALL_TO_ALLV]
+    assert set(sent) == {share * rows}
+    arrived = [n.meta["val"].shape for n in step.program.forward.graph.nodes if n.target is arrival]
+    assert arrived == [(share * even,)] * 2  # by dispatch, and by combine
