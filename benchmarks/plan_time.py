@@ -44,10 +44,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -108,6 +112,20 @@ def _llama(hidden: int, ffn: int, heads: int) -> Callable[[int], torch.nn.Module
     return build
 
 
+def _qwen3_moe(layers: int) -> torch.nn.Module:
+    config = Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers, head_dim=128,
+        num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, vocab_size=151936,
+        max_position_embeddings=40960, use_cache=False,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+
+
+def _deepseek_v3(layers: int) -> torch.nn.Module:
+    """With 256 experts of which a token chooses 8, of at most 4 of 8 groups (the defaults)."""
+    return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=layers, use_cache=False)).to(torch.bfloat16)
+
+
 def _rwkv(layers: int) -> torch.nn.Module:
     """Whose time mixing is a loop over tokens where its kernel for CUDA is not at hand."""
     config = RwkvConfig(
@@ -143,6 +161,8 @@ SHAPES = {
     "Llama-3-8B": Shapes(_llama(4096, 14336, 32), _tokens(8192)),
     "Llama-3-8B of 128k tokens": Shapes(_llama(4096, 14336, 32), _tokens(131072)),
     "Llama-3-405B": Shapes(_llama(16384, 53248, 128), _tokens(8192)),
+    "Qwen3-30B-A3B": Shapes(_qwen3_moe, _tokens(4096)),
+    "DeepSeek-V3": Shapes(_deepseek_v3, _tokens(4096)),
     "RWKV of 32 tokens": Shapes(_rwkv, _tokens(32)),
     "LSTMCell over 128 tokens": Shapes(lambda _: _Loop(torch.nn.LSTMCell), _tokens(128)),
     "GRUCell over 128 tokens": Shapes(lambda _: _Loop(torch.nn.GRUCell), _tokens(128)),
@@ -195,6 +215,8 @@ CASES = (
     *(Case("Llama-3-8B", layers, sizes) for sizes in MESHES for layers in DEPTHS),
     Case("Llama-3-8B of 128k tokens", 32, (8, 8), within=10.0),  # its cheapest plan does not fit
     Case("Llama-3-405B", 126, (64, 32, 8)),
+    *(Case("Qwen3-30B-A3B", 48, sizes, within=3.0) for sizes in ((8, 8), (32, 64))),
+    *(Case("DeepSeek-V3", 61, sizes, within=10.0) for sizes in ((8, 8), (32, 64))),
     *(Case("Llama-3-8B", 1, sizes, limit=120) for sizes in ((2, 2, 2), (4, 4, 4), (8, 4, 4, 2))),
     Case("RWKV of 32 tokens", 2, (2, 4), within=5.0),
     *(Case(f"{cell} over 128 tokens", 1, (2, 4), within=5.0) for cell in ("LSTMCell", "GRUCell")),

@@ -40,9 +40,12 @@ SLOTS, SORTED = "slots", "sorted"  # the orders of rows
 
 def form_experts(module: fx.GraphModule) -> None:
     """Write the mixtures of experts that are recognised with `dispatch` and `combine` (in place)."""
-    for node in list(module.graph.nodes):
+    flat: dict[fx.Node, list[fx.Node]] = {}
+    for node in module.graph.nodes:
         if node.op == "call_function" and node.target in _RESHAPES and _is_flat(node):
-            _Mixture(module.graph, node).form()
+            flat.setdefault(node.all_input_nodes[0], []).append(node)
+    for ids, each in flat.items():
+        _Mixture(module.graph, ids, each).form()
 
 
 def _is_flat(node: fx.Node) -> bool:
@@ -76,13 +79,13 @@ class _Reading:
 
 
 class _Mixture:
-    """An attempt to rewrite the mixture whose experts have the numbers `flat`."""
+    """An attempt to rewrite the mixture whose experts have the numbers `ids`, with their `flat` forms in the order of
+    the graph."""
 
-    def __init__(self, graph: fx.Graph, flat: fx.Node) -> None:
-        self.graph, self.flat = graph, flat
-        self.ids = flat.all_input_nodes[0]
+    def __init__(self, graph: fx.Graph, ids: fx.Node, flat: list[fx.Node]) -> None:
+        self.graph, self.ids, self.flat = graph, ids, flat
         self.tokens, self.each = shape(self.ids)
-        self.known: dict[fx.Node, _Reading] = {flat: _Reading("ids", SLOTS)}
+        self.known: dict[fx.Node, _Reading] = dict.fromkeys(flat, _Reading("ids", SLOTS))
         self.x: fx.Node | None = None
         self.experts: int | None = None
         self.made: list[fx.Node] = []
@@ -90,7 +93,7 @@ class _Mixture:
     def form(self) -> None:
         """Rewrite the mixture, if all of it is recognised."""
         nodes = list(self.graph.nodes)
-        place = nodes.index(self.flat)
+        place = nodes.index(self.flat[0])
         after = nodes[place + 1 :]
         self.experts = next((e for e in map(self._experts_of, after) if e is not None), None)
         if self.experts is None:
@@ -110,17 +113,17 @@ class _Mixture:
             return int(argument(node, "bins"))
         if node.target is aten.one_hot.default and self._leads_from_ids(node.args[0]):
             return shape(node)[-1]
-        if node.target is aten.index.Tensor and node.args[1] in ([self.flat], (self.flat,)):
+        if node.target is aten.index.Tensor and any(node.args[1] in ([flat], (flat,)) for flat in self.flat):
             first: Any = node.args[0]
             return shape(first)[0] if value(first).is_floating_point() and shape(first)[0] < 2**31 else None
         return None
 
     def _leads_from_ids(self, node: Any) -> bool:
-        while isinstance(node, fx.Node) and node is not self.flat:
+        while isinstance(node, fx.Node) and node not in self.flat:
             if node.target not in _REARRANGES:
                 return False
             node = node.args[0]
-        return node is self.flat
+        return node in self.flat
 
     def _read(self, nodes: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
         """The node that the mixture ends with, and its replacement."""
@@ -361,7 +364,7 @@ class _Mixture:
             if node.target is aten._to_copy.default and known[0] and known[0].weight:
                 return known[0]
             raise _Unknown
-        rows = Routing(self.flat, self.tokens, int(self.experts or 0), Routed(TOKEN), Routed(EXPERT))
+        rows = Routing(self.ids, self.tokens, int(self.experts or 0), Routed(TOKEN), Routed(EXPERT))
         results = routed(node, rule, [rows if each else None for each in known])[1]
         if any(each is None or each.token.dim != 0 for each in results):
             raise _Unknown
@@ -402,6 +405,7 @@ class _Mixture:
         if not isinstance(node, fx.Node) or node.target not in _RESHAPES:
             return None
         wide: Any = node.args[0]
+        wide = wide.args[0] if wide.target is aten.clone.default else wide
         if wide.target is not aten.expand.default or tuple(value(wide).shape[:2]) != (self.tokens, self.each):
             return None
         narrow: Any = wide.args[0]
