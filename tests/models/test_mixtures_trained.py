@@ -103,7 +103,7 @@ def whole(tensor):
 
 
 def same(mesh, idiom, k=2, batch=8, length=4, accumulate=1, to=None, experts=None):
-    """`to`: the experts that all tokens choose; `experts`: the axis that splits the experts, the other splits the batch."""
+    """`to`: the experts that all tokens choose; `experts`: the axis that splits them, while the other splits the batch."""
     torch.manual_seed(0)
     plain = Model(idiom, k).double()
     if to is not None:
@@ -201,8 +201,9 @@ def continued(folder, mesh, saves):
     torch.manual_seed(0)
     model, x = Model("sort", 2).double(), torch.randn(8, 4, FEATURES, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    experts = {f"{name}.0": (tuple(mesh)[-1], None, None) for name in ("up", "down")}
-    sharded = pw.shard(model, ((tuple(mesh)[0], None, None),), mesh=mesh, parameter_plan=experts)
+    first, *_, last = *mesh, *mesh
+    experts = {f"{name}.0": (last, None, None) for name in ("up", "down")}
+    sharded = pw.shard(model, ((first, None, None),), mesh=mesh, parameter_plan=experts)
     for step in range(2):
         if step == 0 and not saves:
             pw.load(folder, model, optimizer)
