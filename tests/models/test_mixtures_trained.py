@@ -103,7 +103,7 @@ def whole(tensor):
 
 
 def same(mesh, idiom, k=2, batch=8, length=4, accumulate=1, to=None, experts=None):
-    """`to`: the experts that all tokens choose; `experts`: the axis that splits them, while the other splits the batch."""
+    """`to`: the experts that all tokens choose; `experts`: the axis that splits them, the other splits the batch."""
     torch.manual_seed(0)
     plain = Model(idiom, k).double()
     if to is not None:
