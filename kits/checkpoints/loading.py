@@ -37,6 +37,7 @@ from partway.checkpoints.contents import (
     unpacked,
     with_tensors,
 )
+from partway.checkpoints.converted import ConvertedPlace, converted
 from partway.checkpoints.manifest import Manifest, parts_in, read_manifest, state_file, whole
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
@@ -47,6 +48,7 @@ from partway.runtime.tensors import by_element
 from partway.strategy import Problem, RuntimeStateError, counted, raise_problems, shown
 from partway.strategy.basics import nearest
 
+AnyPlace = FilePlace | ConvertedPlace
 _SHOWN = 8  # names that an error lists
 
 
@@ -126,7 +128,7 @@ def _check(path: Any, model: Any, optimizers: Sequence[Any], state: Mapping[str,
 
 def _checked(
     path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer], strict: bool, skip: set[str], ranks: Ranks
-) -> tuple[Checkpoint, dict[str, tuple[Tensor, FilePlace]], dict[str, Any]]:
+) -> tuple[Checkpoint, dict[str, tuple[Tensor, AnyPlace]], dict[str, Any]]:
     """A checkpoint, the place in it for each tensor of the model, and its values, after all checks."""
     checkpoint = _opened(path)
     wanted = {} if model is None else _wanted(checkpoint, model, strict)
@@ -162,15 +164,18 @@ def _opened(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest, places)
 
 
-def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str, tuple[Tensor, FilePlace]]:
+def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str, tuple[Tensor, AnyPlace]]:
     """Each tensor of the model with its place in the checkpoint."""
     tensors, aliases, _ = named_tensors(model)
-    there = dict(checkpoint.places[MODEL])
+    there: dict[str, AnyPlace] = dict(checkpoint.places[MODEL])
+    if not checkpoint.manifest:
+        there = dict(converted(model, checkpoint.places[MODEL]))
+    names_there = list(there)
     for name, first in checkpoint.aliases.items():
         if first in there:
             there.setdefault(name, there[first])
     names = every_name(tensors, aliases)
-    wanted: dict[str, tuple[Tensor, FilePlace]] = {}
+    wanted: dict[str, tuple[Tensor, AnyPlace]] = {}
     problems: list[Problem] = []
     missing = []
     for name, tensor in tensors.items():
@@ -183,7 +188,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
         else:
             wanted[name] = tensor, place
     known = {*tensors, *aliases, *checkpoint.aliases}
-    unexpected = [name for name in checkpoint.places[MODEL] if name not in known]
+    unexpected = [name for name in names_there if name not in known]
     if strict:
         fix = "load the checkpoint of this model, or pass strict=False"
         for name in missing[:_SHOWN]:
@@ -299,7 +304,7 @@ def _check_parts(checkpoint: Checkpoint, stems: Collection[str], ranks: Ranks) -
 
 def _put(
     checkpoint: Checkpoint,
-    wanted: Mapping[str, tuple[Tensor, FilePlace]],
+    wanted: Mapping[str, tuple[Tensor, AnyPlace]],
     values: dict[str, Any],
     model: nn.Module | None,
     optimizers: Sequence[Optimizer],
@@ -351,9 +356,12 @@ def _put_tensors(checkpoint: Checkpoint, values: dict[str, Any], state: Mapping[
             values[name] = with_tensors(values[name], like, read)
 
 
-def _read(checkpoint: Checkpoint, place: FilePlace, tensor: Tensor, report: Report) -> None:
+def _read(checkpoint: Checkpoint, place: AnyPlace, tensor: Tensor, report: Report) -> None:
     slices, part = part_of(tensor)
-    read_part(checkpoint.path, place, slices, part, report)
+    if isinstance(place, ConvertedPlace):
+        part.copy_(place.whole(checkpoint.path, report)[slices])
+    else:
+        read_part(checkpoint.path, place, slices, part, report)
 
 
 def _put_optimizer(
