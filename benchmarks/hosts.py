@@ -13,7 +13,8 @@ several on gloo with one thread, started by torchrun. In each case the processes
 * reduce, gather and scatter 16 MB with several processes on a host, around one ring and in steps (`Hierarchy` in
   propagation/cost/cost.py);
 * run the same GPT-2 beside DDP, FSDP2, HSDP (FSDP2 inside a host, and replicas on the hosts), DTensor and the program
-  by hand, as in step_overhead.py: ratios of steps of the same round, with quartiles.
+  by hand, as in step_overhead.py: ratios of steps of the same round, with quartiles;
+* run a layer of experts as `partway bench experts` does.
 
 All processes share the cores of this machine, so that only ratios count. Nothing else should run meanwhile.
 """
@@ -53,6 +54,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import partway as pw
+from partway.measure import bench_experts
 from partway.measure.calibrate import calibrate
 from partway.measure.contenders import Contender, disagreements, part, quartiles, timed_step, turns
 from partway.measure.workloads import Workload, tiny
@@ -89,6 +91,7 @@ def run(hosts: int, each: int, rounds: int, folder: Path) -> None:
         found["collectives"] = collectives(hosts, each, rounds)
     for how in ("data", "tensor"):
         found["steps"][how] = steps(work, layout(how, ranks), hosts, each, rounds)
+    found["steps"]["experts"] = experts(ranks, rounds)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     pw.shutdown()
 
@@ -137,6 +140,15 @@ def steps(work: Workload, how: Layout, hosts: int, each: int, rounds: int) -> di
         if wrong := list(disagreements(contender, small, how.data, torch.float64)):
             raise ValueError("\n".join(["the contenders do not compute the same", *wrong]))
     whole, _ = turns({each.name: timed_step(each) for each in contenders(work, torch.float32)}, rounds)
+    return whole
+
+
+def experts(ranks: int, rounds: int) -> dict[str, tuple[float, ...]]:
+    """The seconds of steps of a layer of experts in each form, as `partway bench experts` compares them."""
+    case = bench_experts.ExpertsCase(ranks, rounds, tokens=1024, width=256, hidden=896, experts=8, k=2)
+    bench_experts.check(case.small, ranks)
+    contenders = bench_experts.contenders_of(case.work, ranks, torch.float32)
+    whole, _ = turns({each.name: timed_step(each) for each in contenders}, rounds)
     return whole
 
 
@@ -243,9 +255,10 @@ def slowest(ranks: list[Mapping[str, list[float]]]) -> dict[str, list[float]]:
 
 def table(title: str, contenders: Mapping[str, list[float]]) -> Table:
     """The steps of all contenders, and ours over theirs."""
-    shown = Table("contender", "ms", "partway, searched for speed / it", title=title, box=SIMPLE_HEAD)
+    own = FASTEST if FASTEST in contenders else bench_experts.CHOSEN
+    shown = Table("contender", "ms", f"{own} / it", title=title, box=SIMPLE_HEAD)
     for name, seconds in contenders.items():
-        ratios = [ours / other for ours, other in zip(contenders[FASTEST], seconds, strict=True)]
+        ratios = [ours / other for ours, other in zip(contenders[own], seconds, strict=True)]
         shown.add_row(name, f"{1e3 * statistics.median(seconds):.0f}", quartiles(ratios))
     return shown
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partway.commands import find, kind_of
+from partway.ops import combine, dispatch, grouped_matmul
 from partway.strategy import RuntimeStateError
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -186,6 +187,36 @@ class Perceptron(nn.Module):
         return F.mse_loss(x, target)
 
 
+# -- A mixture of experts ----------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """A layer of Mixtral's: each token goes to the best `each` of its experts, and the mean squared error."""
+
+    def __init__(self, width: int, hidden: int, experts: int, each: int) -> None:
+        super().__init__()
+        self.experts, self.each = experts, each
+        self.router = nn.Linear(width, experts, bias=False)
+        self.gate, self.up = (nn.Parameter(torch.randn(experts, width, hidden) / width**0.5) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of the experts of each token, and their numbers: [tokens, each]."""
+        best = self.router(x).topk(self.each, -1)
+        return best.values.softmax(-1), best.indices
+
+    def computed(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """The rows after their experts."""
+        hidden = F.silu(grouped_matmul(rows, self.gate, ends)) * grouped_matmul(rows, self.up, ends)
+        return grouped_matmul(hidden, self.down, ends)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """The mean squared error of what the experts make of `x` against `target`, both [tokens, width]."""
+        weights, ids = self.chosen(x)
+        rows, ends, where = dispatch(x, ids, self.experts)
+        return F.mse_loss(combine(self.computed(rows, ends), where, weights), target)
+
+
 # -- Models with their batches -----------------------------------------------------------------------------------------
 
 
@@ -253,6 +284,15 @@ def mlp(width: int, layers: int, each: int = 4) -> Workload:
         return torch.randn(samples, width), torch.randn(samples, width)
 
     return Workload("mlp", lambda: Perceptron(width, layers), batch, each, (2, 2))
+
+
+def mixture(width: int, hidden: int, experts: int, k: int = 2, each: int = 1024) -> Workload:
+    """A layer of experts for `each` tokens on every rank, each token with `k` experts."""
+
+    def batch(samples: int) -> tuple[Tensor, ...]:
+        return torch.randn(samples, width), torch.randn(samples, width)
+
+    return Workload("mixture", lambda: Mixture(width, hidden, experts, k), batch, each, (2, 2))
 
 
 def tiny(name: str, layers: int = 2) -> Workload:

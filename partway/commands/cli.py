@@ -471,6 +471,39 @@ def fusion(
             typer.echo(f"wrote {path}")
 
 
+@bench.command()
+def experts(
+    world: Annotated[int, typer.Option(help="how many processes")] = 2,
+    rounds: Annotated[int, typer.Option(help="steps of each contender")] = 15,
+    tokens: Annotated[int, typer.Option(help="on each process")] = 1024,
+    width: Annotated[int, typer.Option(help="features of a token")] = 256,
+    hidden: Annotated[int, typer.Option(help="features inside of an expert")] = 896,
+    experts: Annotated[int, typer.Option(help="how many there are")] = 8,
+    k: Annotated[int, typer.Option("-k", help="experts of each token")] = 2,
+    json: Annotated[Path | None, typer.Option(help="where to write all figures, as JSON")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a small layer and few rounds: the times mean nothing")
+    ] = False,
+) -> None:
+    """Train a layer of experts in each form that it can be split in, by hand, and with DDP and FSDP2, in turns."""
+    import json as notation
+
+    from partway.measure.bench_experts import bench_experts
+
+    try:
+        check_paths({"the figures": json})
+        result = bench_experts(
+            world, rounds, tokens=tokens, width=width, hidden=hidden, experts=experts, k=k, quick=quick
+        )
+        typer.echo(result.report())
+        if json is not None:
+            save("the figures", json, notation.dumps(result.data(), indent=1) + "\n")
+            typer.echo(f"wrote {json}")
+    except PartwayError as error:
+        typer.echo(f"partway bench experts: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def diff(
     a: Annotated[Path, typer.Argument(help="a folder that PARTWAY_SAVE_GRAPHS has written, or a plan's file")],
