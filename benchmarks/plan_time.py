@@ -177,6 +177,8 @@ class Case:
     limit    the CPU seconds after which a run of it is ended
     mode     how it is searched; in another mode than the exact one, on all meshes of as many devices
     within   the CPU seconds of everything but capture that it may take, if they are not those of all
+    each     sequences for each device, with the batch over all axes; 0: the batch is over the first axis
+    profile  the device profile, if not that of an H100
     """
 
     model: str
@@ -185,6 +187,8 @@ class Case:
     limit: int = 300
     mode: str = "dynamic_programming"
     within: float | None = None
+    each: int = 0
+    profile: str | None = None
 
     @property
     def mesh(self) -> str:
@@ -200,8 +204,8 @@ class Case:
 
     @property
     def batch(self) -> int:
-        """Sequences: one for each rank of the first axis, and no less than 8."""
-        return max(8, self.sizes[0])
+        """Sequences: one for each rank of the first axis, and no less than 8, or `each` for each device."""
+        return self.each * self.devices or max(8, self.sizes[0])
 
     def repeats(self, asked: int) -> int:
         """How often it runs: a deep one once."""
@@ -215,8 +219,9 @@ CASES = (
     *(Case("Llama-3-8B", layers, sizes) for sizes in MESHES for layers in DEPTHS),
     Case("Llama-3-8B of 128k tokens", 32, (8, 8), within=10.0),  # its cheapest plan does not fit
     Case("Llama-3-405B", 126, (64, 32, 8)),
-    *(Case("Qwen3-30B-A3B", 48, sizes, within=3.0) for sizes in ((8, 8), (32, 64))),
-    *(Case("DeepSeek-V3", 61, sizes, within=10.0) for sizes in ((8, 8), (32, 64))),
+    *(Case("Qwen3-30B-A3B", 48, sizes, within=3.0, each=1) for sizes in ((8, 8), (32, 64))),
+    Case("DeepSeek-V3", 61, (8, 8), within=10.0, each=1, profile="h200"),  # 64 of 80 GB are too few for its states
+    Case("DeepSeek-V3", 61, (32, 64), within=10.0, each=1),
     *(Case("Llama-3-8B", 1, sizes, limit=120) for sizes in ((2, 2, 2), (4, 4, 4), (8, 4, 4, 2))),
     Case("RWKV of 32 tokens", 2, (2, 4), within=5.0),
     *(Case(f"{cell} over 128 tokens", 1, (2, 4), within=5.0) for cell in ("LSTMCell", "GRUCell")),
@@ -288,27 +293,34 @@ class Run:
         return sum(self.seconds[name] for name in passes)
 
 
-def measure(case: Case) -> Run:
-    """Plan `case` here and now. Costs are those of an H100 machine, whatever this one has."""
+def inputs_of(case: Case, seconds: dict[str, float] | None = None, **asked: Any) -> PlanInputs:
+    """All that a plan of `case` depends on. `seconds` gets the CPU seconds of the capture; `asked`: further fields of
+    the request. Costs are those of an H100 machine unless the case says otherwise, whatever this one has."""
     shapes, mesh = SHAPES[case.model], Mesh.of_sizes(case.sizes)
     with torch.device("meta"):
         model = shapes.build(case.layers)
         batch = shapes.inputs(case.batch)
     several = case.mode != "dynamic_programming"
-    context, algo = ParallelContext(device_num=case.devices, search_mode=case.mode), AlgoParameters()
+    context = ParallelContext(device_num=case.devices, search_mode=case.mode, device_profile=case.profile)
     first = next(iter(batch))
-    split = (mesh.axes[0], *[None] * (batch[first].ndim - 1))
+    split = (mesh.axes if case.each else mesh.axes[0], *[None] * (batch[first].ndim - 1))
     counts = (case.devices, *[1] * (batch[first].ndim - 1))
-    request = Request(in_strategy={first: counts if several else split}, mesh=None if several else mesh)
-    seconds: dict[str, float] = {}
+    request = Request(in_strategy={first: counts if several else split}, mesh=None if several else mesh, **asked)
     start = time.process_time()
     graph = capture(model, (), batch)
-    seconds["capture"] = time.process_time() - start
-    inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
+    if seconds is not None:
+        seconds["capture"] = time.process_time() - start
+    return PlanInputs(graph, model, request, context, AlgoParameters(), device_profile(graph, request, context))
+
+
+def measure(case: Case) -> Run:
+    """Plan `case` here and now."""
+    seconds: dict[str, float] = {}
+    inputs = inputs_of(case, seconds)
     around: Any = timed(seconds, clock=time.process_time)
     draft = search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around)
     draft = lowered(draft, around)
-    differentiated_program(inputs, draft.program, differentiated(graph), around)
+    differentiated_program(inputs, draft.program, differentiated(inputs.graph), around)
     solution = draft.solution
     return Run(
         seconds=seconds,

@@ -14,12 +14,13 @@ Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def dispatch(x: Tensor, ids: Tensor, experts: int) -> Rows:
+def dispatch(x: Tensor, ids: Tensor, experts: int, weights: Tensor | None = None) -> Rows:
     """The rows of a mixture: a copy of each token for each of its experts, sorted by expert.
 
     x         [tokens, features]
     ids       [tokens, k], the numbers of the k experts of each token, from 0 to `experts` - 1
     experts   how many there are
+    weights   [tokens, k], by which the rows are multiplied before their experts; None: they are copies
 
     Returns the rows [tokens * k, features]; the end of each expert's rows, int32 [experts]; and what `combine` takes.
     In a sharded function the rows of a rank are those of its tokens, or, after an exchange, those of its experts:
@@ -37,7 +38,9 @@ def dispatch(x: Tensor, ids: Tensor, experts: int) -> Rows:
         raise StrategyError(f"dispatch takes ids of int64 or int32, as topk returns them, not {ids.dtype}")
     if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
         raise StrategyError(f"dispatch takes the number of experts, 1 or more, not {shown(experts)}")
-    rows, ends, where = operators.dispatch(x, ids, experts)
+    if weights is not None and weights.shape != ids.shape:
+        raise StrategyError(f"dispatch takes weights of {list(ids.shape)}, as ids are, not {list(weights.shape)}")
+    rows, ends, where = operators.dispatch(x, ids, experts, weights)
     return rows, ends, where
 
 

@@ -2,8 +2,9 @@
 
 `where` gives each row its *slot*, token * k + j for the j-th of the k experts of a token.
 
-partway::dispatch(x, ids, experts)        the rows of the tokens x[T, d] for the experts ids[T, k]; the end of each
-                                          expert's rows (int32); and `where`
+partway::dispatch(x, ids, experts, weights)
+                                          the rows of the tokens x[T, d] for the experts ids[T, k], times weights[T, k]
+                                          if given; the end of each expert's rows (int32); and `where`
 partway::combine(rows, where, weights)    for each token the sum of its rows, times its weights[T, k]
 
 partway::grouped_matmul(rows, weights, offsets)
@@ -43,14 +44,21 @@ from .keyed import LISTENERS
 from .registration import define
 
 
-def _dispatch(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _dispatch(x: Tensor, ids: Tensor, experts: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     where, counts = _route(ids, [], [], [], experts, ids.numel())
-    return _take_rows(x, where, ids.shape[1]), counts.cumsum(0, dtype=torch.int32), where
+    rows = _take_rows(x, where, ids.shape[1])
+    if weights is not None:
+        rows = (rows * _column(weights, where)).to(x.dtype)
+    return rows, counts.cumsum(0, dtype=torch.int32), where
 
 
 def _combine(rows: Tensor, where: Tensor, weights: Tensor) -> Tensor:
-    weighted = rows * _take_rows(weights.reshape(-1), where, 1).unsqueeze(1)
-    return _give_rows(weighted, where, weights.shape[1], weights.shape[0])
+    return _give_rows(rows * _column(weights, where), where, weights.shape[1], weights.shape[0])
+
+
+def _column(weights: Tensor, where: Tensor) -> Tensor:
+    """The weight of each row."""
+    return _take_rows(weights.reshape(-1), where, 1).unsqueeze(1)
 
 
 def _grouped_matmul(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -127,7 +135,7 @@ def _counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, layer: st
         return counts.clone()
     rows = counts.reshape(-1, counts.shape[-1]).sum(0)
     first = int(part) * len(rows)
-    for hear in LISTENERS.values() if int(copy) == 0 else ():
+    for hear in tuple(LISTENERS.values()) if int(copy) == 0 else ():
         hear(layer, first, rows)
     if allowed >= 0 and int(rows.sum()) > allowed:
         last = first + len(rows) - 1
@@ -168,7 +176,9 @@ def _reorder(x: Tensor, order: Tensor, back: bool) -> Tensor:
     return placed
 
 
-def _fake_dispatch(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_dispatch(
+    x: Tensor, ids: Tensor, experts: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     many = ids.numel()
     return (
         x.new_empty(many, x.shape[1]),
@@ -226,13 +236,25 @@ def _fake_reorder(x: Tensor, order: Tensor, back: bool) -> Tensor:
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.tokens, ctx.each = inputs[1].shape
-    ctx.save_for_backward(output[2])
+    x, ids, _, weights = inputs
+    ctx.tokens, ctx.each = ids.shape
+    ctx.save_for_backward(output[2], *(() if weights is None else (x, weights)))
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return give_rows(grad, *ctx.saved_tensors, ctx.each, ctx.tokens), None, None
+    where, *weighted = ctx.saved_tensors
+    if not weighted:
+        return give_rows(grad, where, ctx.each, ctx.tokens), None, None, None
+    x, weights = weighted
+    of_rows = (grad * take_rows(weights.reshape(-1), where, 1).unsqueeze(1)).to(x.dtype)
+    return give_rows(of_rows, where, ctx.each, ctx.tokens), None, None, _of_weights(grad, x, where, weights)
+
+
+def _of_weights(grad: Tensor, x: Tensor, where: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of the weights of tokens `x` by that of their weighted rows."""
+    products = (grad * take_rows(x, where, weights.shape[1])).sum(1)
+    return give_rows(products, where, 1, weights.numel()).view_as(weights).to(weights.dtype)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -306,7 +328,7 @@ def _reorder_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # -- The operators
 
 dispatch = define(
-    "dispatch(Tensor x, Tensor ids, int experts) -> (Tensor rows, Tensor offsets, Tensor where)",
+    "dispatch(Tensor x, Tensor ids, int experts, Tensor? weights=None) -> (Tensor rows, Tensor offsets, Tensor where)",
     _dispatch,
     _fake_dispatch,
     backward=_dispatch_backward,
@@ -353,6 +375,7 @@ route = define(
     _route,
     _fake_route,
 )
+LAYER = 4  # the place of the layer among the arguments of `counted`
 counted = define(
     "counted(Tensor counts, Tensor copy, Tensor part, int allowed, str layer) -> Tensor",
     _counted,

@@ -34,6 +34,7 @@ from ..graph.nodes import (
 )
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import TAG, convert
+from ..ops.experts import LAYER, counted
 from ..ops.recurrent import rnn_layer
 from ..torch_internals import (
     FakeTensorMode,
@@ -422,6 +423,8 @@ def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piec
     for node in calls:
         if (at := position(node)) is not None:
             inherit(env[node], piece.nodes[at])
+            if node.target is counted:
+                env[node].update_arg(LAYER, piece.nodes[at].args[LAYER])
     return env
 
 

@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 from ..graph.nodes import REPLACING, is_view, region_of
 from ..memory.stretches import crossings, cuts
 from ..ops.collectives import TAG, convert
+from ..ops.experts import LAYER, counted
 
 _LENGTHS = (8, 64)  # calls in a piece: tracing a piece costs as much as some calls, and a layer has dozens
 _SHORTER = (1, 4)  # for short steps of a loop: LSTMCell is one call, which is 20 calls once it is traced
@@ -75,7 +76,8 @@ class Piece:
     likes     the Like of each input
     tags      the tags of its conversions, in order
     regions   the regions of torch.utils.checkpoint that its nodes belong to, in the order of their first node
-    key       equal for pieces that compute the same but for the tags of their conversions and the names of regions
+    key       equal for pieces that compute the same but for the tags of their conversions, the layers of their mixtures
+              and the names of regions
     """
 
     nodes: tuple[fx.Node, ...]
@@ -125,6 +127,9 @@ def _units(graph: fx.Graph) -> list[_Unit]:
     return [(node, *(user for user in node.users if user.target is operator.getitem)) for node in calls]
 
 
+_OWN: Mapping[Any, int] = {convert: TAG, counted: LAYER}  # the place of an argument that each call has for itself
+
+
 @dataclass(frozen=True, slots=True)
 class _CallShape:
     """A call split into its operands in order, with repetitions, and the text of everything else."""
@@ -135,7 +140,8 @@ class _CallShape:
 
 def _call(node: fx.Node) -> _CallShape:
     operands: list[fx.Node] = []
-    args = (*node.args[:TAG], *node.args[TAG + 1 :]) if node.target is convert else node.args  # the tag is its own
+    own = _OWN.get(node.target)
+    args = node.args if own is None else (*node.args[:own], *node.args[own + 1 :])
     text = (node.target, _text(args, operands), _text(node.kwargs, operands))
     return _CallShape(tuple(operands), text)
 

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from ...propagation.graph.graph import Text
 from ...propagation.graph.nodes import draws_random_numbers, is_unsized, returned_by
 from ...propagation.ops.collectives import convert, convert_group, kind_of
+from ...propagation.ops.experts import counted
 from ...propagation.ops.indexing import position
 from ...propagation.ops.python.hooked import HOOKS
 from ...propagation.ops.registration import formulas
@@ -141,7 +142,7 @@ def _stretches(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 def _may_join(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in (convert, convert_group, position) or draws_random_numbers(node):
         return False
-    if node.target in HOOKS:
+    if node.target in HOOKS or node.target is counted:
         return False
     if node.target is size_of or is_unsized(node) or any(map(is_unsized, node.all_input_nodes)):
         return False  # it would be compiled for one number of rows

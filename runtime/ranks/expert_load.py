@@ -25,20 +25,20 @@ class ExpertLoad:
 
     layer       the path of its module, and its name in the graph
     by_expert   the rows of each expert
-    by_part     the rows of each part of the experts that lies on a device of its own
+    by_device     the rows of each part of the experts that lies on a device of its own
     """
 
     layer: str
     by_expert: tuple[int, ...]
-    by_part: tuple[int, ...]
+    by_device: tuple[int, ...]
 
     @property
     def busiest(self) -> float:
         """The rows of the busiest part over the mean of all parts; 1.0 without rows."""
-        return max(self.by_part) * len(self.by_part) / sum(self.by_part) if sum(self.by_part) else 1.0
+        return max(self.by_device) * len(self.by_device) / sum(self.by_device) if sum(self.by_device) else 1.0
 
     def __str__(self) -> str:
-        parts = " ".join(map(str, self.by_part))
+        parts = " ".join(map(str, self.by_device))
         return (
             f"{self.layer}: {' '.join(map(str, self.by_expert))} rows by expert, {parts} by device ({self.busiest:.2f})"
         )

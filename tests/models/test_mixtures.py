@@ -79,3 +79,48 @@ def test_mixtral_is_dispatched_and_combined(implementation):
 @pytest.mark.parametrize("name", OF)
 def test_six_mixtures_train_as_on_one_device(name, implementation, mesh):
     check(name, implementation, mesh)
+
+
+def on_processes(name):
+    check(name, "grouped_mm", {"dp": 2, "ep": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", OF)
+def test_six_mixtures_train_on_four_processes_as_on_one_device(on_ranks, name):
+    on_ranks(4, on_processes, name)
+
+
+def generated(name, ranks):
+    """The tokens that a mixture adds to four prompts, with its cache of keys and values."""
+    plain, ids = model_of(name, "batched_mm"), torch.randint(1, 32, (4, 5))
+    model = copy.deepcopy(plain)
+    pw.shard(model, ((ranks, 1),), mesh={"dp": ranks})
+    with torch.no_grad():
+        found, expected = (
+            each.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for each in (model, plain)
+        )
+    assert torch.equal(found, expected)
+
+
+def test_mixtral_generates_with_its_cache():
+    generated("Mixtral", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF)
+def test_six_mixtures_generate_with_their_caches(name):
+    generated(name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
+def test_mixtures_generate_on_processes(on_ranks, name):
+    on_ranks(2, generated, name, 2)
+
+
+def saved_and_read(folder, name):
+    """A model that was saved, whose experts are files of their own, is read before it is split."""
+    model_of(name, "batched_mm").save_pretrained(folder) if pw.get_rank() == 0 else None

@@ -38,7 +38,17 @@ def by_products(x, ids, weights, up, down):
     return (made * weights.reshape(-1, 1)).reshape(tokens, k, -1).sum(1)
 
 
-IDIOMS = {"ops": by_ops, "sort": by_sort, "products": by_products}
+def by_weighted_rows(x, ids, weights, up, down):
+    """Tokens times their weights before their experts, as torchtitan's score_before_experts."""
+    order = torch.argsort(ids.view(-1), stable=True)
+    ends = torch.histc(ids.view(-1).float(), EXPERTS, 0, EXPERTS).cumsum(0).int()
+    token = order // ids.shape[1]
+    rows = (x[token].double() * weights.view(-1)[order].reshape(-1, 1)).to(x.dtype)
+    made = pw.ops.grouped_matmul(F.silu(pw.ops.grouped_matmul(rows, up, ends)), down, ends)
+    return torch.zeros_like(x).scatter_add(0, token.reshape(-1, 1).expand(-1, x.shape[1]), made)
+
+
+IDIOMS = {"weighted before": by_weighted_rows, "ops": by_ops, "sort": by_sort, "products": by_products}
 
 
 class Router(nn.Module):

@@ -10,6 +10,7 @@ a flat tensor of the experts' numbers, the operators that follow are read one by
     bmm(index(weights, [ids]), rows)         the product of each row                grouped_matmul(rows, weights, ...)
     index(rows, [the order inverted])        the rows in the order of tokens        the same rows
     sum(reshape(rows, [tokens, k, ...]), 1)  the sum of each token's rows           combine(rows, where, weights)
+    index(x, [order // k]) * weights[order]  weighted before their experts          dispatch(x, ids, experts, weights)
 
 Between these may be operators on each row by itself. If anything else reads a row, all stays as it is.
 """
@@ -89,6 +90,7 @@ class _Mixture:
         self.x: fx.Node | None = None
         self.experts: int | None = None
         self.made: list[fx.Node] = []
+        self.weighted: fx.Node | None = None
 
     def form(self) -> None:
         """Rewrite the mixture, if all of it is recognised."""
@@ -102,6 +104,8 @@ class _Mixture:
         try:
             end, result = self._read(after)
             self._check_readers(end)
+            if self.weighted is not None and _is_read(self._rows):
+                raise _Unknown  # without their weights, too
             end.replace_all_uses_with(result)
         except _Unknown:
             for node in reversed(self.made):
@@ -277,8 +281,9 @@ class _Mixture:
     def _product(self, node: fx.Node) -> _Reading | None:
         rows, weights, ends = self._operands(node)
         known = self._is(rows, "rows")
-        if not known or known.order != SORTED or known.weight or not self._is(ends, "ends") or weights in self.known:
+        if not known or known.order != SORTED or not self._is(ends, "ends") or weights in self.known:
             return None
+        known = self._weighted(known, value(rows).dtype) if known.weight is not None else known
         return replace(known, node=self._call(grouped_matmul, known.node, weights, self._ends))
 
     def _operands(self, node: fx.Node) -> tuple[Any, Any, Any]:
@@ -322,6 +327,26 @@ class _Mixture:
                 column = tuple(value(other).shape) == (self.tokens * self.each, 1)
                 return replace(rows, weight=weight.node) if column else None
         return None
+
+    def _weighted(self, rows: _Reading, dtype: torch.dtype) -> _Reading:
+        """Rows that were multiplied by their weights before their experts, and are of `dtype` then: `dispatch` makes
+        them, if nothing else was done to them."""
+        raw: fx.Node = rows.node
+        cast = raw.target is aten._to_copy.default
+        raw = raw.all_input_nodes[0] if cast else raw
+        weights: Any = rows.weight
+        own, wide, by = (value(each).dtype for each in (raw, rows.node, weights))
+        same = torch.promote_types(own, wide) == wide and torch.promote_types(own, by) == torch.promote_types(wide, by)
+        if raw is not self._rows or own != dtype or not same:
+            raise _Unknown
+        if self.weighted is None:
+            if not weights < self._dispatch:
+                raise _Unknown
+            self._dispatch.args = (*self._dispatch.args, weights)
+            self.weighted = self._call(operator.getitem, self._dispatch, 0)
+        if self._dispatch.args[-1] is not weights:
+            raise _Unknown
+        return replace(rows, node=self.weighted, weight=None)
 
     def _added_up(self, node: fx.Node) -> _Reading | None:
         known, dims, keeps = self.known[node.all_input_nodes[0]], list(argument(node, "dim")), argument(node, "keepdim")
@@ -381,8 +406,8 @@ class _Mixture:
             return None
         if self.x is None:
             self.x = x
-            made = self._call(dispatch, x, self.ids, self.experts)
-            self._rows, self._ends, self._where = (self._call(operator.getitem, made, i) for i in range(3))
+            self._dispatch = self._call(dispatch, x, self.ids, self.experts)
+            self._rows, self._ends, self._where = (self._call(operator.getitem, self._dispatch, i) for i in range(3))
         return _Reading("rows", order, self._rows)
 
     def _dispatch_copies(self) -> None:
@@ -436,6 +461,12 @@ _REARRANGES = (
     *_RESHAPES,
 )
 _OF_ROWS = ("rows", "tokens", "matrix")
+
+
+def _is_read(rows: fx.Node) -> bool:
+    """Whether anything reads the values of these rows: `per_expert` reads their number alone."""
+    readers = (user for user in rows.users if user.target is not per_expert)
+    return any(user.target is not aten._to_copy.default or _is_read(user) for user in readers)
 
 
 class _Unknown(Exception):

@@ -19,6 +19,7 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import fx
 
 from ....strategy.layout import expected_rows
 from ....strategy.placement import BROADCAST, PARTIAL, Placement, Routed, Shard
-from ...graph.nodes import argument, module_path, operands, shape
+from ...graph.nodes import argument, module_path, operands, shape, value
 from ...ops.experts import arrival, combine, counted, dispatch, give_rows, reorder, route, take_rows
 from ...ops.indexing import position
 from ..row import Row, RowFunction
@@ -121,8 +122,9 @@ def _no_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
     return ()
 
 
-def _dispatch_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
-    return Hop(3, _S0, Shard(1), math.prod(counts)), Hop(2, Routed(TOKEN), Routed(EXPERT))
+def _dispatch_hops(rows: int, counts: tuple[int, ...]) -> tuple[Hop, ...]:
+    """Those of the numbers of rows, and of the rows, tensor number `rows`."""
+    return Hop(rows + 1, _S0, Shard(1), math.prod(counts)), Hop(rows, Routed(TOKEN), Routed(EXPERT))
 
 
 def _combine_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
@@ -142,23 +144,23 @@ def _ways(rule: Rule, tokens: int, experts: int, placed: dict[str, tuple[Placeme
 
 
 def _dispatch_rule(node: fx.Node) -> Rule:
-    x, ids = map(shape, operands(node)[:2])
+    x, ids, *weights = map(shape, operands(node))
     experts = int(argument(node, "experts"))
     rule = Rule(
-        (((), ("d",)), ((), ())),
+        (((), ("d",)), ((), ()), *(((), ()) for _ in weights)),
         (((), ("d",)), ((),), ((),)),
         {"d": x[1]},
-        linear=(frozenset({0}),),
+        linear=(frozenset({0}), *(frozenset({2}) for _ in weights)),
         local=_local_dispatch,
     )
-    by_token, by_expert = Routed(TOKEN), Routed(EXPERT)
+    by_token, by_expert, count = Routed(TOKEN), Routed(EXPERT), 2 + len(weights)
     placed: dict[str, tuple[Placement, ...]] = {
-        "d": (Shard(1), BROADCAST, Shard(1), BROADCAST, BROADCAST),
-        TOKEN: (_S0, _S0, by_token, Routed(TOKEN, None), by_token),
-        EXPERT: (BROADCAST, BROADCAST, by_expert, by_expert, by_expert),
-        EXCHANGE: (_S0, _S0, by_expert, by_expert, by_token),
+        "d": (Shard(1), *[BROADCAST] * (count - 1), Shard(1), BROADCAST, BROADCAST),
+        TOKEN: (*[_S0] * count, by_token, Routed(TOKEN, None), by_token),
+        EXPERT: (*[BROADCAST] * count, by_expert, by_expert, by_expert),
+        EXCHANGE: (*[_S0] * count, by_expert, by_expert, by_token),
     }
-    return _ways(rule, ids[0], experts, placed, _dispatch_hops)
+    return _ways(rule, ids[0], experts, placed, partial(_dispatch_hops, count))
 
 
 def _combine_rule(node: fx.Node) -> Rule:
@@ -204,7 +206,7 @@ def _cuts(emit: Emitter, experts: int) -> _Cuts:
 
 
 def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, ids, experts = args
+    x, ids, experts, weights = (*args, kwargs.get("weights"))[:4]
     each, cuts = emit.shapes.operands[1][1], _cuts(emit, experts)
     places, widths, sizes, width = [], [], [], experts
     for axis, size in _sizes(emit, EXPERT, EXCHANGE).items():
@@ -216,6 +218,9 @@ def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
     made = emit.call(route, ids, places, widths, sizes, experts, _kept(emit, emit.shapes.operands[1]))
     where, counts = (emit.call(operator.getitem, made, i) for i in range(2))
     rows = emit.call(take_rows, x, where, each)
+    if weights is not None:
+        weighted = emit.call(aten.mul.Tensor, rows, _column(emit, weights, emit.shapes.operands[2], where))
+        rows = emit.call(aten._to_copy.default, weighted, dtype=value(operands(emit.node)[0]).dtype)
     if EXCHANGE not in emit.split:
         return rows, emit.call(aten.cumsum.default, _told(emit, counts), 0, dtype=torch.int32), where
     received = _told(emit, emit.sent(EXCHANGE, 0, emit.call(aten.view.default, counts, [1, cuts.sent])))
@@ -273,9 +278,14 @@ def _local_combine(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any])
             emit.call(reorder, rows, order, True),
             emit.call(aten.stack.default, [got, sent]),
         )
-    flat = emit.call(aten.view.default, weights, [tokens * each])
-    taken = emit.call(aten.unsqueeze.default, emit.call(take_rows, flat, where, 1), 1)
-    return emit.call(give_rows, emit.call(aten.mul.Tensor, rows, taken), where, each, tokens)
+    weighted = emit.call(aten.mul.Tensor, rows, _column(emit, weights, (tokens, each), where))
+    return emit.call(give_rows, weighted, where, each, tokens)
+
+
+def _column(emit: Emitter, weights: fx.Node, sizes: tuple[int, ...], where: fx.Node) -> fx.Node:
+    """The weight of each row, as a column; the weights have the local `sizes`."""
+    flat = emit.call(aten.view.default, weights, [math.prod(sizes)])
+    return emit.call(aten.unsqueeze.default, emit.call(take_rows, flat, where, 1), 1)
 
 
 def _kept(emit: Emitter, slots: tuple[int, ...]) -> int:

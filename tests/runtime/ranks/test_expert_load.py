@@ -52,13 +52,13 @@ def counted(axes, how, again):
     assert [load.layer.rpartition(".")[0] for load in loads] == ["first", "second"]
     assert [load.by_expert for load in loads] == expected
     for load in loads:
-        parts = axes["ep"] if how is not None else len(load.by_part)  # the search may cut them
-        by_part = torch.tensor(load.by_expert).view(parts, -1).sum(1)
-        assert load.by_part == tuple(by_part.tolist())
-        assert load.busiest == float(by_part.max()) * parts / sum(load.by_expert)
+        parts = axes["ep"] if how is not None else len(load.by_device)  # the search may cut them
+        by_device = torch.tensor(load.by_expert).view(parts, -1).sum(1)
+        assert load.by_device == tuple(by_device.tolist())
+        assert load.busiest == float(by_device.max()) * parts / sum(load.by_expert)
         assert str(load) == (
             f"{load.layer}: {' '.join(map(str, load.by_expert))} rows by expert, "
-            f"{' '.join(map(str, load.by_part))} by device ({load.busiest:.2f})"
+            f"{' '.join(map(str, load.by_device))} by device ({load.busiest:.2f})"
         )
 
 
@@ -118,5 +118,5 @@ def test_a_recorder_hears_nothing_after_its_block():
     with pw.record_expert_load() as loads:
         sharded(x)
     assert (none, failed) == ([], [])
-    assert loads[0].by_part == (0, 0, TOKENS * K, 0)
+    assert loads[0].by_device == (0, 0, TOKENS * K, 0)
     assert loads[0].busiest == 4.0

@@ -33,15 +33,15 @@ class Mixture(nn.Module):
         gate, up = both.chunk(2, -1)
         return F.silu(gate) * up
 
-    def reference(self, x):
-        """Each token times each of its experts, in a loop."""
+    def reference(self, x, before=False):
+        """Each token times each of its experts, in a loop; `before`: their weights are of what the experts get."""
         weights, ids = (x @ self.gate).softmax(-1).topk(self.each, -1)
         result = torch.zeros_like(x)
         for j in range(self.each):
-            own = ids[:, j]
-            made = self.hidden(torch.einsum("td,tdf->tf", x, self.up[own]))
+            own, weight = ids[:, j], weights[:, j : j + 1]
+            made = self.hidden(torch.einsum("td,tdf->tf", x * weight if before else x, self.up[own]))
             made = torch.einsum("tf,tfd->td", made, self.down[own]) + self.bias[own]
-            result = result + weights[:, j : j + 1] * made
+            result = result + (made if before else weight * made)
         return result
 
     def rows(self, rows, ends, ids):
@@ -123,7 +123,24 @@ class Squared(Sorted):
         return gate * gate + up
 
 
-IDIOMS = [Squared, Sorted, ByArgsort, AddedByIndex, AddedByScatter, Batched]
+class WeightedBefore(Sorted):
+    """Rows times their weights before their experts, in a wider dtype, as torchtitan's score_before_experts."""
+
+    wide = torch.float64
+
+    def experts(self, x, ids, weights):
+        order = torch.argsort(ids.view(-1), stable=True)
+        rows, of_rows = x[order // self.each], weights.view(-1)[order].reshape(-1, 1)
+        rows = self.beside(rows) if hasattr(self, "beside") else rows
+        rows = (rows.to(self.wide) * of_rows).to(x.dtype)
+        made = self.rows(rows, self.ends(ids.view(-1)), ids.view(-1)[order])
+        return torch.zeros_like(x).index_add(0, order // self.each, made)
+
+    def reference(self, x):
+        return super().reference(x, before=True)
+
+
+IDIOMS = [WeightedBefore, Squared, Sorted, ByArgsort, AddedByIndex, AddedByScatter, Batched]
 
 
 def captured(model, x):
@@ -185,7 +202,26 @@ class Descending(Sorted):
         return torch.sort(ids, descending=True)
 
 
-@pytest.mark.parametrize("idiom", [ReadsRows, DropsRows, MixesRows, OtherExperts, SortsTwice, Descending])
+class WeightedAndNot(WeightedBefore):
+    """Reads its rows without their weights, too."""
+
+    def beside(self, rows):
+        self.given = rows
+        return rows
+
+    def rows(self, rows, ends, ids):
+        return super().rows(rows, ends, ids) + self.given
+
+
+class RoundedBefore(WeightedBefore):
+    """Rounds its rows before they are weighted."""
+
+    wide = torch.float32
+
+
+@pytest.mark.parametrize(
+    "idiom", [WeightedAndNot, RoundedBefore, ReadsRows, DropsRows, MixesRows, OtherExperts, SortsTwice, Descending]
+)
 def test_what_is_not_recognised_stays_as_it_is(idiom):
     _, targets = captured(idiom().double(), torch.randn(TOKENS, WIDTH, dtype=torch.float64))
     assert dispatch not in targets

@@ -13,6 +13,14 @@ from partway.strategy.placement import Kind
 TOKENS, EXPERTS, EACH, FEATURES, HIDDEN = 16, 8, 2, 8, 6
 
 
+def weighted_before(x, gate, up, down, bias):
+    weights, ids = torch.softmax(x @ gate, -1).topk(EACH, -1)
+    rows, offsets, where = dispatch(x, ids, EXPERTS, weights)
+    first, second = grouped_matmul(rows, up, offsets).chunk(2, -1)
+    made = grouped_matmul(F.silu(first) * second, down, offsets) + per_expert(bias, offsets, rows)
+    return combine(made, where, torch.ones_like(weights))
+
+
 def mixture(x, gate, up, down, bias):
     weights, ids = torch.softmax(x @ gate, -1).topk(EACH, -1)
     rows, offsets, where = dispatch(x, ids, EXPERTS)
@@ -34,8 +42,14 @@ def tensors():
     return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
 
-@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 8}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 4}], ids=str)
-def test_every_way_to_split_rows_gives_the_numbers_of_one_device(mesh, tensors, lab):
+EVERY = [{"x": 2}, {"x": 8}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 4}]
+
+
+EVERY_WAY = [*((mesh, mixture) for mesh in EVERY), *((mesh, weighted_before) for mesh in EVERY[:3])]
+
+
+@pytest.mark.parametrize(("mesh", "mixture"), EVERY_WAY, ids=[f"{mesh}-{f.__name__}" for mesh, f in EVERY_WAY])
+def test_every_way_to_split_rows_gives_the_numbers_of_one_device(mesh, mixture, tensors, lab):
     problem = lab.problem_of(mixture, tensors, Mesh(mesh))
     expected = lab.value_and_gradients([mixture(*tensors)], list(tensors))
     (vertex,) = lab.vertices_of(problem, dispatch)
