@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.checkpoints.tensor_files import FilePlace, Report, read_part
+from partway.checkpoints.tensor_files import FilePlace, read_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +38,12 @@ class ConvertedPlace:
         """The shape of the whole tensor."""
         return tuple(self._made({place: torch.empty(place.shape, device="meta") for _, _, place in self.sources}).shape)
 
-    def whole(self, folder: Path, report: Report) -> Tensor:
+    def whole(self, folder: Path) -> Tensor:
         """The whole tensor, read from the files in `folder`."""
         read: dict[FilePlace, Tensor] = {}
         for _, _, place in self.sources:
             read[place] = torch.empty(place.shape, dtype=place.dtype)
-            read_part(folder, place, tuple(slice(0, size) for size in place.shape), read[place], report)
+            read_part(folder, place, tuple(slice(0, size) for size in place.shape), read[place], lambda read: None)
         return self._made(read)
 
     def _made(self, tensors: Mapping[FilePlace, Tensor]) -> Tensor:
@@ -63,7 +63,8 @@ def converted(model: nn.Module, places: Mapping[str, FilePlace]) -> Mapping[str,
         return places
     from transformers import conversion_mapping, core_model_loading
 
-    mapping = conversion_mapping.get_model_conversion_mapping(model)
+    its: Any = model
+    mapping = conversion_mapping.get_model_conversion_mapping(its)
     renamings = [each for each in mapping if isinstance(each, core_model_loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, core_model_loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -74,7 +75,7 @@ def converted(model: nn.Module, places: Mapping[str, FilePlace]) -> Mapping[str,
         name, pattern = source, None
         if source not in known:
             name, pattern = core_model_loading.rename_source_key(
-                source, renamings, converters, model.base_model_prefix, known
+                source, renamings, converters, its.base_model_prefix, known
             )
         if pattern is None or name not in known:
             found[name if name in known else source] = places[source]

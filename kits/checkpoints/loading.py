@@ -359,7 +359,8 @@ def _put_tensors(checkpoint: Checkpoint, values: dict[str, Any], state: Mapping[
 def _read(checkpoint: Checkpoint, place: AnyPlace, tensor: Tensor, report: Report) -> None:
     slices, part = part_of(tensor)
     if isinstance(place, ConvertedPlace):
-        part.copy_(place.whole(checkpoint.path, report)[slices])
+        part.copy_(place.whole(checkpoint.path)[slices])
+        report(part.nbytes)
     else:
         read_part(checkpoint.path, place, slices, part, report)
 

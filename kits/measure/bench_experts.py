@@ -112,8 +112,12 @@ class _RowExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        back: Tensor = _RowExchange.apply(gradients[0], ctx.coming, ctx.leaving)
-        return back, None, None
+        return _rows_sent(gradients[0], ctx.coming, ctx.leaving), None, None
+
+
+def _rows_sent(rows: Tensor, leaving: list[int], coming: list[int]) -> Tensor:
+    sent: Tensor = _RowExchange.apply(rows, leaving, coming)  # type: ignore[no-untyped-call]
+    return sent
 
 
 def _exchanged(model: Mixture, x: Tensor, world: int) -> Tensor:
@@ -126,13 +130,13 @@ def _exchanged(model: Mixture, x: Tensor, world: int) -> Tensor:
     leaving = counts.view(world, -1).sum(1).tolist()
     coming = received.view(world, -1).sum(1).tolist()
     token = order // model.each
-    arrived = _RowExchange.apply(x[token], leaving, coming)
+    arrived = _rows_sent(x[token], leaving, coming)
     of_expert = torch.arange(len(counts) // world).repeat(world).repeat_interleave(received)
     by_expert = of_expert.argsort(stable=True)
     ends = received.view(world, -1).sum(0).cumsum(0).int()
     made = model.computed(arrived[by_expert], ends)
     placed = torch.empty_like(made).index_put((by_expert,), made)
-    back = _RowExchange.apply(placed, coming, leaving)
+    back = _rows_sent(placed, coming, leaving)
     return torch.zeros_like(x).index_add(0, token, back * weights.flatten()[order].unsqueeze(1))
 
 

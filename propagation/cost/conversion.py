@@ -192,9 +192,8 @@ class ConversionTable:
         held = np.full(len(self.digits), float(self.itemsize))
         for dim, size in enumerate(self.shape):
             held *= -(-size // self.parts(dim))
-        return held * self._crowded
+        return held if self.load == 1.0 else held * self._crowded()
 
-    @property
     def _crowded(self) -> Floats:
         """How many times its share of the rows the rank holds that has most, for every code."""
         by_expert = [i for i, p in enumerate(self.states) if isinstance(p, Routed) and p.by == "expert" and self._rows]

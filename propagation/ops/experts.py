@@ -248,21 +248,21 @@ def _dispatch_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, 
         return give_rows(grad, where, ctx.each, ctx.tokens), None, None, None
     x, weights = weighted
     of_rows = (grad * take_rows(weights.reshape(-1), where, 1).unsqueeze(1)).to(x.dtype)
-    return give_rows(of_rows, where, ctx.each, ctx.tokens), None, None, _of_weights(grad, x, where, weights)
+    of_weights = _of_weights(grad * take_rows(x, where, ctx.each), where, weights)
+    return give_rows(of_rows, where, ctx.each, ctx.tokens), None, None, of_weights
 
 
-def _of_weights(grad: Tensor, x: Tensor, where: Tensor, weights: Tensor) -> Tensor:
-    """The gradient of the weights of tokens `x` by that of their weighted rows."""
-    products = (grad * take_rows(x, where, weights.shape[1])).sum(1)
-    return give_rows(products, where, 1, weights.numel()).view_as(weights).to(weights.dtype)
+def _of_weights(products: Tensor, where: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of weights, of the `products` of rows with the gradients of what is weighted."""
+    sums: Tensor = give_rows(products.sum(1), where, 1, weights.numel())
+    return sums.view_as(weights).to(weights.dtype)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, where, weights = ctx.saved_tensors
     taken = take_rows(grad, where, weights.shape[1])
     of_rows = taken * take_rows(weights.reshape(-1), where, 1).unsqueeze(1)
-    of_weights = give_rows((taken * rows).sum(1), where, 1, weights.numel()).view_as(weights)
-    return of_rows.to(rows.dtype), None, of_weights.to(weights.dtype)
+    return of_rows.to(rows.dtype), None, _of_weights(taken * rows, where, weights)
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -206,7 +206,8 @@ def _cuts(emit: Emitter, experts: int) -> _Cuts:
 
 
 def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, ids, experts, weights = (*args, kwargs.get("weights"))[:4]
+    x, ids, experts, *rest = args
+    weights = rest[0] if rest else kwargs.get("weights")
     each, cuts = emit.shapes.operands[1][1], _cuts(emit, experts)
     places, widths, sizes, width = [], [], [], experts
     for axis, size in _sizes(emit, EXPERT, EXCHANGE).items():
