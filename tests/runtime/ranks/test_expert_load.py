@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import partway as pw
+from partway.propagation.program import differentiate
 
 TOKENS, EXPERTS, FEATURES, HIDDEN, K, STEPS = 128, 16, 16, 64, 2, 2
 
@@ -120,3 +121,31 @@ def test_a_recorder_hears_nothing_after_its_block():
     assert (none, failed) == ([], [])
     assert loads[0].by_device == (0, 0, TOKENS * K, 0)
     assert loads[0].busiest == 4.0
+
+
+class Deep(nn.Module):
+    """Equal layers, which are differentiated once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture() for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_equal_layers_are_traced_once_and_each_is_named(monkeypatch):
+    traced, original = [], differentiate._derivative
+    monkeypatch.setattr(differentiate, "_derivative", lambda *given: traced.append(given[0]) or original(*given))
+    torch.manual_seed(0)
+    model, x = Deep(), torch.randn(TOKENS, FEATURES)
+    split = {name: ("ep", None, None) for name, _ in model.named_parameters() if name.endswith(("up", "down"))}
+    sharded = pw.shard(model, (("ep", None),), mesh={"ep": 4}, parameter_plan=split)
+    with pw.record_expert_load() as loads:
+        sharded(x).backward()
+    assert [load.layer.rpartition(".")[0] for load in loads] == [f"layers.{i}" for i in range(6)]
+    calls = sum(node.op == "call_function" for node in sharded.program.forward.graph.nodes)
+    both = 2 * calls  # the program is traced for two numbers of rows
+    assert 0 < sum(len(piece.nodes) for piece in traced) < 0.75 * both
