@@ -164,6 +164,28 @@ def test_an_idiom_becomes_dispatch_and_combine_with_the_same_numbers(idiom, each
     torch.testing.assert_close(model(x), model.reference(x), rtol=1e-12, atol=1e-12)
 
 
+class InBfloat16(WeightedBefore):
+    """With a router in float32, in which the rows are weighted, as in torchtitan."""
+
+    wide = torch.float32
+
+    def forward(self, x):
+        weights, ids = (x.float() @ self.gate.float()).softmax(-1).topk(self.each, -1)
+        return self.experts(x, ids, weights)
+
+
+def test_rows_that_are_weighted_in_a_wider_dtype_are_sent_in_their_own():
+    torch.manual_seed(0)
+    model, x = InBfloat16().bfloat16(), torch.randn(TOKENS, WIDTH).bfloat16()
+    graph, targets = captured(model, x)
+    assert [targets.count(target) for target in (dispatch, combine)] == [1, 1]
+    (made,) = (node for node in graph.nodes if node.target is dispatch)
+    assert len(made.args) == 4
+    assert made.meta["val"][0].dtype == torch.bfloat16
+    inputs = [x if port.name == "x" else model.get_parameter(port.name) for port in graph.inputs]
+    torch.testing.assert_close(graph.module(*inputs)[0], model(x), rtol=2e-2, atol=2e-2)
+
+
 class ReadsRows(Sorted):
     def together(self, made, order, x):
         return super().together(made, order, x) + made.sum()
