@@ -41,6 +41,7 @@ ALLOWED = {
         1,
     ): "pickled by another process of the same job, for this one",
     ("kits/measure/bench.py", "spawn", 1): "starts the processes that are measured, of this package's function",
+    ("kits/measure/bench_experts.py", "spawn", 1): "starts the processes that are measured, of this package's function",
     (
         "kits/measure/calibrate.py",
         "spawn",
