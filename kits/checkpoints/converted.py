@@ -21,38 +21,37 @@ from torch import Tensor, nn
 
 from partway.checkpoints.tensor_files import FilePlace, read_part
 
+Sources = Sequence[tuple[str, str, FilePlace]]  # each with the pattern of its name, and its name
+
 
 @dataclass(frozen=True, eq=False)
 class ConvertedPlace:
-    """A tensor that transformers makes of others: `sources` are their places with the patterns of their names, and the
-    tensor is what `converter` calls `name` of what it makes for `first`, its first result."""
+    """A tensor of `shape` that transformers makes of `sources`: what `converter` calls `name` of what it makes for
+    `first`, its first result."""
 
     name: str
     first: str
     converter: Any
-    sources: Sequence[tuple[str, str, FilePlace]]
+    sources: Sources
     model: nn.Module
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        return tuple(self._made({place: torch.empty(place.shape, device="meta") for _, _, place in self.sources}).shape)
+    shape: tuple[int, ...]
 
     def whole(self, folder: Path) -> Tensor:
         """The whole tensor, read from the files in `folder`."""
-        read: dict[FilePlace, Tensor] = {}
+        read: list[Tensor] = []
         for _, _, place in self.sources:
-            read[place] = torch.empty(place.shape, dtype=place.dtype)
-            read_part(folder, place, tuple(slice(0, size) for size in place.shape), read[place], lambda read: None)
-        return self._made(read)
+            read.append(torch.empty(place.shape, dtype=place.dtype))
+            read_part(folder, place, tuple(slice(0, size) for size in place.shape), read[-1], lambda read: None)
+        return _made(self.first, self.converter, self.sources, read, self.model)[self.name]
 
-    def _made(self, tensors: Mapping[FilePlace, Tensor]) -> Tensor:
-        converter = copy.deepcopy(self.converter)
-        for pattern, source, place in self.sources:
-            converter.add_tensor(self.first, source, pattern, tensors[place])
-        made = converter.convert(self.first, model=self.model, config=self.model.config)[self.name]
-        tensor: Tensor = made[0] if isinstance(made, list) else made
-        return tensor
+
+def _made(first: str, converter: Any, sources: Sources, tensors: Sequence[Tensor], model: Any) -> dict[str, Tensor]:
+    """All that a converter makes of `tensors`, those of `sources`."""
+    own = copy.deepcopy(converter)  # it collects tensors
+    for (pattern, source, _), tensor in zip(sources, tensors, strict=True):
+        own.add_tensor(first, source, pattern, tensor)
+    made = own.convert(first, model=model, config=model.config)
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
 def converted(model: nn.Module, places: Mapping[str, FilePlace]) -> Mapping[str, FilePlace | ConvertedPlace]:
@@ -82,14 +81,7 @@ def converted(model: nn.Module, places: Mapping[str, FilePlace]) -> Mapping[str,
         else:
             several.setdefault(name, (by_pattern[pattern], []))[1].append((pattern, source, places[source]))
     for first, (converter, sources) in several.items():
-        for name in _names(first, converter, sources, model):
-            found[name] = ConvertedPlace(name, first, converter, sources, model)
+        likes = [torch.empty(place.shape, device="meta") for _, _, place in sources]
+        for name, like in _made(first, converter, sources, likes, model).items():
+            found[name] = ConvertedPlace(name, first, converter, sources, model, tuple(like.shape))
     return found
-
-
-def _names(first: str, converter: Any, sources: Sequence[tuple[str, str, FilePlace]], model: Any) -> Sequence[str]:
-    """The names of all that a converter makes."""
-    trial = copy.deepcopy(converter)
-    for pattern, source, place in sources:
-        trial.add_tensor(first, source, pattern, torch.empty(place.shape, device="meta"))
-    return list(trial.convert(first, model=model, config=model.config))

@@ -167,10 +167,9 @@ def _opened(path: Path) -> Checkpoint:
 def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str, tuple[Tensor, AnyPlace]]:
     """Each tensor of the model with its place in the checkpoint."""
     tensors, aliases, _ = named_tensors(model)
-    there: dict[str, AnyPlace] = dict(checkpoint.places[MODEL])
-    if not checkpoint.manifest:
-        there = dict(converted(model, checkpoint.places[MODEL]))
-    names_there = list(there)
+    places = checkpoint.places[MODEL]
+    found = places if checkpoint.manifest else converted(model, places)
+    there = dict[str, AnyPlace](found)
     for name, first in checkpoint.aliases.items():
         if first in there:
             there.setdefault(name, there[first])
@@ -188,7 +187,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
         else:
             wanted[name] = tensor, place
     known = {*tensors, *aliases, *checkpoint.aliases}
-    unexpected = [name for name in names_there if name not in known]
+    unexpected = [name for name in found if name not in known]
     if strict:
         fix = "load the checkpoint of this model, or pass strict=False"
         for name in missing[:_SHOWN]:
