@@ -4,7 +4,7 @@ All contenders live in the same processes and take turns, a step each, as in `pa
 each of T tokens of width d on n ranks, and experts of W numbers, a rank sends so many numbers in a step, forward and
 backward:
 
-    experts split, tokens exchanged     8 (n-1)/n 2T/n d: there and back, and so do their gradients
+    experts split, tokens exchanged     4 (n-1)/n 2T/n d: there and back, and so do their gradients
     experts whole                       2 (n-1)/n W: gradients are summed
     features split                      the tokens, gathered, and their results, summed
 

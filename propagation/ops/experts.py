@@ -247,9 +247,15 @@ def _dispatch_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, 
     if not weighted:
         return give_rows(grad, where, ctx.each, ctx.tokens), None, None, None
     x, weights = weighted
-    of_rows = (grad * take_rows(weights.reshape(-1), where, 1).unsqueeze(1)).to(x.dtype)
+    of_rows = (grad * _taken(weights, where)).to(x.dtype)
     of_weights = _of_weights(grad * take_rows(x, where, ctx.each), where, weights)
     return give_rows(of_rows, where, ctx.each, ctx.tokens), None, None, of_weights
+
+
+def _taken(weights: Tensor, where: Tensor) -> Tensor:
+    """As `_column`, with a gradient."""
+    column: Tensor = take_rows(weights.reshape(-1), where, 1)
+    return column.unsqueeze(1)
 
 
 def _of_weights(products: Tensor, where: Tensor, weights: Tensor) -> Tensor:
@@ -261,7 +267,7 @@ def _of_weights(products: Tensor, where: Tensor, weights: Tensor) -> Tensor:
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, where, weights = ctx.saved_tensors
     taken = take_rows(grad, where, weights.shape[1])
-    of_rows = taken * take_rows(weights.reshape(-1), where, 1).unsqueeze(1)
+    of_rows = taken * _taken(weights, where)
     return of_rows.to(rows.dtype), None, _of_weights(taken * rows, where, weights)
 
 
