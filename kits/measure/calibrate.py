@@ -88,7 +88,7 @@ class Effort:
 
 
 QUICK = Effort(
-    payloads=(1 << 10, 1 << 15, MB, 16 * MB),
+    payloads=(1 << 10, 1 << 15, MB, 4 * MB, 16 * MB),
     repeats=7,
     copied=32 * MB,
     product=0.03,

@@ -304,7 +304,9 @@ def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
 
 
 def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None, trees: bool = False) -> Fit:
-    """The launch, latencies and bandwidths of a level with the least squares of relative errors, none of them negative.
+    """The launch, latencies and bandwidths of a level, none of them negative, with the least squares of errors over the
+    roots of times: a time is a sum of delays, whose variance grows as it does. Relative errors would let the small
+    payloads, which pass at once where a link may burst, say how fast the large ones are.
 
     The level is the outermost of the samples; `inside` is the level in it, if they have two. Its latencies are part of
     a sample's time, and so are its bytes if they take longer than those of this level (`costs_over`). `trees`: whether
@@ -326,8 +328,8 @@ def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None, trees: bo
             here = 0 if inner[i] else _at_this_level(s, trees)
             matrix[i, 1 + len(kinds) + rings.index((s.kind, s.sizes[-1]))] = here
             rest[i] -= waiting + per_byte * s.payload * inner[i]
-        relative = 1 / np.array([s.seconds for s in samples])
-        solution = nonnegative(matrix * relative[:, None], rest * relative)
+        weight = 1 / np.sqrt([s.seconds for s in samples])
+        solution = nonnegative(matrix * weight[:, None], rest * weight)
         latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
         bandwidth = {}
         for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
