@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         set_algo_parameters,
         set_auto_parallel_context,
     )
+    from partway.propagation.plan.load import ExpertLoad
     from partway.propagation.plan.plan import Plan
     from partway.propagation.program.timeline import save_chrome_trace
     from partway.ps.context import set_ps_context
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from partway.requests.user_rules import rule
     from partway.runtime.code.recorders import record_collectives
     from partway.runtime.launching.process import init, shutdown
-    from partway.runtime.ranks.expert_load import ExpertLoad, record_expert_load
+    from partway.runtime.ranks.expert_load import record_expert_load
     from partway.sharding import compile, shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.show.timeline import record_timeline
@@ -106,6 +107,7 @@ _HOMES = {
     "ops.groups": """GlobalComm create_group destroy_group get_group_rank_from_world_rank get_group_size get_local_rank
         get_rank get_world_rank_from_group_rank""",
     "ops.where": "axis_index axis_size set_mesh",
+    "propagation.plan.load": "ExpertLoad",
     "propagation.plan.plan": "Plan",
     "data": "",
     "ops": "",
@@ -114,7 +116,7 @@ _HOMES = {
     "checkpoints.resume": "Resume",
     "runtime.launching.process": "init shutdown",
     "runtime.code.recorders": "record_collectives",
-    "runtime.ranks.expert_load": "ExpertLoad record_expert_load",
+    "runtime.ranks.expert_load": "record_expert_load",
     "ps.context": "set_ps_context",
     "sharding": "compile shard",
     "show.sharding": "ShardingPicture visualize_sharding",

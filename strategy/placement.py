@@ -81,7 +81,8 @@ class Partial:
 class Routed:
     """Every rank holds some rows of a mixture of experts, along dim `dim`, sorted by expert: those of its own tokens
     (`by` is "token"), or those of its own experts ("expert"). `dim` is None for what all experts have of a rank's
-    tokens, such as the numbers of their rows. The number of an expert's rows is known only at run time; in a program
+    tokens, such as the numbers of their rows. Slots by "copy" are those of rows whose tokens came once to each rank of
+    the axis, and were copied there for its experts. The number of an expert's rows is known only at run time; in a program
     `rows` is the number that is expected, in a layout it is None. Only operators on routed rows convert them."""
 
     by: str
@@ -89,8 +90,8 @@ class Routed:
     rows: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.by not in ("token", "expert"):
-            raise StrategyError(f"Routed(by) takes 'token' or 'expert', not {shown(self.by)}")
+        if self.by not in _ROUTED.values():
+            raise StrategyError(f"Routed(by) takes 'token', 'expert' or 'copy', not {shown(self.by)}")
 
     def __str__(self) -> str:
         dim = "" if self.dim is None else str(self.dim)
@@ -247,5 +248,5 @@ def placement_from_code(code: str) -> Placement:
     raise StrategyError(f"{shown(code)} is not a placement; write S<dim>, R, B, P or Pmax")
 
 
-_ROUTED = {"T": "token", "E": "expert"}
+_ROUTED = {"T": "token", "E": "expert", "C": "copy"}
 _FIXED: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}

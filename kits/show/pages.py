@@ -7,8 +7,10 @@ from pathlib import Path
 
 from partway.commands import SavedCall, differences, saved_calls, strategies
 from partway.propagation.plan import Origin, Plan, ScheduleSpan, text
+from partway.propagation.plan.load import ExpertLoad, loads_of
 from partway.show.page.document import Section, Shown, document
 from partway.show.page.facts import Said, said
+from partway.show.page.load import load_sections
 from partway.show.page.markup import safe
 from partway.show.page.tables import find
 from partway.show.page.time import timeline_sections
@@ -32,11 +34,16 @@ def page(paths: Sequence[Path]) -> str:
 
 
 def plan_page(
-    plan: Plan, origin: Origin, alternatives: int, timelines: Mapping[str, Sequence[ScheduleSpan]], title: str
+    plan: Plan,
+    origin: Origin,
+    alternatives: int,
+    timelines: Mapping[str, Sequence[ScheduleSpan]],
+    loads: Sequence[ExpertLoad],
+    title: str,
 ) -> str:
     """The page of a new plan, for `Plan.save_html`."""
     known = said(plan, origin.alternatives if alternatives else None, alternatives)
-    sections = tuple(timeline_sections({"predicted": origin.schedule}, timelines))
+    sections = (*timeline_sections({"predicted": origin.schedule}, timelines), *load_sections(loads_of(plan, loads)))
     return document([Shown(plan, known=known, sections=sections)], title or f"Plan on {plan.mesh}")
 
 

@@ -22,9 +22,16 @@ partway::counted(counts, copy, part, allowed, layer)
                                           counts[e] or counts[n, e], the rows of the `part`-th experts of `layer`, after
                                           who listens has heard of them, of ranks with copies from the first. More than
                                           `allowed` (-1: any number) are warned of
-partway::take_rows(x, where, each)        x[where // each]
-partway::give_rows(rows, where, each, tokens)
-                                          its transpose: for each of `tokens` the sum of its rows
+partway::route_once(ids, widths, sizes, experts, expected)
+                                          the tokens that have an expert of each part of the experts, sorted by part,
+                                          and the number of those of each (int32). The part of an expert has the digit
+                                          (e // widths[i]) % sizes[i] for each i, major first
+partway::parted(x, counts, expected, others)
+                                          the first counts.sum() elements of x, and the others
+partway::take_rows(x, where, each, like)  x[where // each]; `like`, if given, has as many rows as x
+partway::take_weights(weights, where)     the weight of each row, as a column
+partway::give_rows(rows, where, each, tokens, like)
+                                          its transpose: the sum of its rows for each of `tokens`, or of those of `like`
 partway::arrival(received, expected)      for each row, sorted by expert, its place among rows that arrived sorted by
                                           sender and then by expert; received[n, e] has their numbers
 partway::reorder(x, order, back)          x[order], or with `back` the tensor of which this is x
@@ -32,6 +39,7 @@ partway::reorder(x, order, back)          x[order], or with `back` the tensor of
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -48,17 +56,16 @@ def _dispatch(x: Tensor, ids: Tensor, experts: int, weights: Tensor | None = Non
     where, counts = _route(ids, [], [], [], experts, ids.numel())
     rows = _take_rows(x, where, ids.shape[1])
     if weights is not None:
-        rows = (rows * _column(weights, where)).to(x.dtype)
+        rows = (rows * _take_weights(weights, where)).to(x.dtype)
     return rows, counts.cumsum(0, dtype=torch.int32), where
 
 
 def _combine(rows: Tensor, where: Tensor, weights: Tensor) -> Tensor:
-    return _give_rows(rows * _column(weights, where), where, weights.shape[1], weights.shape[0])
+    return _give_rows(rows * _take_weights(weights, where), where, weights.shape[1], weights.shape[0])
 
 
-def _column(weights: Tensor, where: Tensor) -> Tensor:
-    """The weight of each row."""
-    return _take_rows(weights.reshape(-1), where, 1).unsqueeze(1)
+def _take_weights(weights: Tensor, where: Tensor) -> Tensor:
+    return weights.reshape(-1)[where].unsqueeze(1)
 
 
 def _grouped_matmul(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -115,11 +122,7 @@ def _route(
     ids: Tensor, places: list[Tensor], widths: list[int], sizes: list[int], experts: int, expected: int
 ) -> tuple[Tensor, Tensor]:
     flat = ids.reshape(-1)
-    wrong = (flat < 0) | (flat >= experts)
-    if flat.device.type != "cpu":
-        torch.ops.aten._assert_async.msg(~wrong.any(), f"the number of an expert is out of range of {experts}")
-    elif wrong.any():
-        raise IndexError(f"expert {int(flat[wrong][0])} is out of range of {experts} experts")
+    _check_range(flat, experts)
     order, counts = torch.argsort(flat, stable=True), torch.bincount(flat, minlength=experts).int()
     if not places:
         return order, counts
@@ -128,6 +131,14 @@ def _route(
     for place, width, size in zip(places, widths, sizes, strict=True):
         own &= every // width % size == int(place)
     return order[own[flat[order]]], counts[own]
+
+
+def _check_range(ids: Tensor, experts: int) -> None:
+    wrong = (ids < 0) | (ids >= experts)
+    if ids.device.type != "cpu":
+        torch.ops.aten._assert_async.msg(~wrong.any(), f"the number of an expert is out of range of {experts}")
+    elif wrong.any():
+        raise IndexError(f"expert {int(ids[wrong][0])} is out of range of {experts} experts")
 
 
 def _counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, layer: str) -> Tensor:
@@ -149,11 +160,30 @@ def _counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, layer: st
     return counts.clone()
 
 
-def _take_rows(x: Tensor, where: Tensor, each: int) -> Tensor:
+def _route_once(
+    ids: Tensor, widths: list[int], sizes: list[int], experts: int, expected: int
+) -> tuple[Tensor, Tensor]:
+    _check_range(ids, experts)
+    every = torch.arange(experts, device=ids.device)
+    part = torch.zeros_like(every)
+    for width, size in zip(widths, sizes, strict=True):
+        part = part * size + every // width % size
+    wanted = torch.zeros(math.prod(sizes), ids.shape[0], dtype=torch.bool, device=ids.device)
+    wanted[part[ids].t(), torch.arange(ids.shape[0], device=ids.device)] = True
+    return wanted.nonzero()[:, 1], wanted.sum(1).int()
+
+
+def _parted(x: Tensor, counts: Tensor, expected: int, others: int) -> tuple[Tensor, Tensor]:
+    first = int(counts.sum())
+    return x[:first].clone(), x[first:].clone()
+
+
+def _take_rows(x: Tensor, where: Tensor, each: int, like: Tensor | None = None) -> Tensor:
     return x[where // each]
 
 
-def _give_rows(rows: Tensor, where: Tensor, each: int, tokens: int) -> Tensor:
+def _give_rows(rows: Tensor, where: Tensor, each: int, tokens: int, like: Tensor | None = None) -> Tensor:
+    tokens = tokens if like is None else like.shape[0]
     if where.numel() == tokens * each:  # every slot has a row: sums are in the order of slots
         placed = _reorder(rows, where, True)
         return placed if each == 1 else placed.view(tokens, each, *rows.shape[1:]).sum(1)
@@ -219,12 +249,26 @@ def _fake_counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, laye
     return torch.empty_like(counts, memory_format=torch.contiguous_format)
 
 
-def _fake_take_rows(x: Tensor, where: Tensor, each: int) -> Tensor:
+def _fake_route_once(
+    ids: Tensor, widths: list[int], sizes: list[int], experts: int, expected: int
+) -> tuple[Tensor, Tensor]:
+    return ids.new_empty(expected, dtype=torch.int64), ids.new_empty(math.prod(sizes), dtype=torch.int32)
+
+
+def _fake_parted(x: Tensor, counts: Tensor, expected: int, others: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(expected), x.new_empty(others)
+
+
+def _fake_take_rows(x: Tensor, where: Tensor, each: int, like: Tensor | None = None) -> Tensor:
     return x.new_empty(where.shape[0], *x.shape[1:])
 
 
-def _fake_give_rows(rows: Tensor, where: Tensor, each: int, tokens: int) -> Tensor:
-    return rows.new_empty(tokens, *rows.shape[1:])
+def _fake_take_weights(weights: Tensor, where: Tensor) -> Tensor:
+    return weights.new_empty(where.shape[0], 1)
+
+
+def _fake_give_rows(rows: Tensor, where: Tensor, each: int, tokens: int, like: Tensor | None = None) -> Tensor:
+    return rows.new_empty(tokens if like is None else like.shape[0], *rows.shape[1:])
 
 
 def _fake_arrival(received: Tensor, expected: int) -> Tensor:
@@ -247,28 +291,27 @@ def _dispatch_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, 
     if not weighted:
         return give_rows(grad, where, ctx.each, ctx.tokens), None, None, None
     x, weights = weighted
-    of_rows = (grad * _taken(weights, where)).to(x.dtype)
+    of_rows = (grad * take_weights(weights, where)).to(x.dtype)
     of_weights = _of_weights(grad * take_rows(x, where, ctx.each), where, weights)
     return give_rows(of_rows, where, ctx.each, ctx.tokens), None, None, of_weights
 
 
-def _taken(weights: Tensor, where: Tensor) -> Tensor:
-    """As `_column`, with a gradient."""
-    column: Tensor = take_rows(weights.reshape(-1), where, 1)
-    return column.unsqueeze(1)
-
-
 def _of_weights(products: Tensor, where: Tensor, weights: Tensor) -> Tensor:
-    """The gradient of weights, of the `products` of rows with the gradients of what is weighted."""
-    sums: Tensor = give_rows(products.sum(1), where, 1, weights.numel())
-    return sums.view_as(weights).to(weights.dtype)
+    """The gradient of weights, of the `products` that their rows add to it."""
+    sums: Tensor = give_rows(products.sum(1), where, 1, 0, weights.reshape(-1))
+    return sums.view(-1, weights.shape[1]).to(weights.dtype)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, where, weights = ctx.saved_tensors
     taken = take_rows(grad, where, weights.shape[1])
-    of_rows = taken * _taken(weights, where)
+    of_rows = taken * take_weights(weights, where)
     return of_rows.to(rows.dtype), None, _of_weights(taken * rows, where, weights)
+
+
+def _weights_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weights, where = ctx.saved_tensors
+    return _of_weights(grad, where, weights), None
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -304,22 +347,24 @@ def _sum_groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _keep_taken(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, where, ctx.each = inputs
-    ctx.tokens = x.shape[0]
-    ctx.save_for_backward(where)
+    x, where, ctx.each, like = inputs
+    ctx.tokens = x.shape[0] if like is None else 0
+    ctx.save_for_backward(where, like)
 
 
 def _take_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return give_rows(grad, *ctx.saved_tensors, ctx.each, ctx.tokens), None, None
+    where, like = ctx.saved_tensors
+    return give_rows(grad, where, ctx.each, ctx.tokens, like), None, None, None
 
 
 def _keep_given(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, where, ctx.each, _ = inputs
-    ctx.save_for_backward(where)
+    _, where, ctx.each, _, like = inputs
+    ctx.save_for_backward(where, like)
 
 
 def _give_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return take_rows(grad, *ctx.saved_tensors, ctx.each), None, None, None
+    where, like = ctx.saved_tensors
+    return take_rows(grad, where, ctx.each, like), None, None, None, None
 
 
 def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -387,15 +432,30 @@ counted = define(
     _counted,
     _fake_counted,
 )
+route_once = define(
+    "route_once(Tensor ids, int[] widths, int[] sizes, int experts, int expected) -> (Tensor where, Tensor counts)",
+    _route_once,
+    _fake_route_once,
+)
+parted = define(
+    "parted(Tensor x, Tensor counts, int expected, int others) -> (Tensor first, Tensor rest)", _parted, _fake_parted
+)
 take_rows = define(
-    "take_rows(Tensor x, Tensor where, int each) -> Tensor",
+    "take_rows(Tensor x, Tensor where, int each, Tensor? like=None) -> Tensor",
     _take_rows,
     _fake_take_rows,
     backward=_take_backward,
     keep=_keep_taken,
 )
+take_weights = define(
+    "take_weights(Tensor weights, Tensor where) -> Tensor",
+    _take_weights,
+    _fake_take_weights,
+    backward=_weights_backward,
+    keep=_keep_operands,
+)
 give_rows = define(
-    "give_rows(Tensor rows, Tensor where, int each, int tokens) -> Tensor",
+    "give_rows(Tensor rows, Tensor where, int each, int tokens, Tensor? like=None) -> Tensor",
     _give_rows,
     _fake_give_rows,
     backward=_give_backward,

@@ -18,15 +18,18 @@ from ..memory.fates import fate_named
 from ..program.collective import Collective
 from .alternatives import Alternatives
 from .data import OperatorPlan, PlanData, TensorPlan
+from .load import ExpertLoad, loads_of
 from .planned_graph import planned_graph
 from .report import Report
 
 NAMED = 4  # tensors or readers of an operator that are named at most
 
 
-def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives: int) -> Report:
-    """The explanation of `name`, with the costs of as many `alternatives`; `known`: the alternatives of the plan, None
-    for a loaded plan."""
+def explain(
+    plan: PlanData, known: Alternatives | None, name: Any, alternatives: int, loads: Sequence[ExpertLoad] = ()
+) -> Report:
+    """The explanation of `name`, with the costs of as many `alternatives`, and the `loads` of mixtures; `known`: the
+    alternatives of the plan, None for a loaded plan."""
     if isinstance(alternatives, bool) or not isinstance(alternatives, int) or alternatives < 0:
         raise StrategyError(
             f"alternatives is {shown(alternatives)} ({type(alternatives).__name__}); write for how many "
@@ -35,9 +38,13 @@ def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives:
     text = str(name) if isinstance(name, str) else str(getattr(name, "name", shown(name)))
     tensors = [t for t in (*plan.inputs, *plan.outputs) if _matches(text, t.name)]
     operators = [o for o in plan.operators if _matches(text, o.name) or _inside(text, o.module)]
+    rows = loads_of(plan, loads)
     by_place, neighbours = plan.collectives_by_place(), _neighbours(plan, operators)
     subjects = [_tensor_subject(plan, t) for t in tensors]
-    subjects += [_operator_subject(plan, o, by_place.get(o.name, []), neighbours.get(o.name, "")) for o in operators]
+    subjects += [
+        _operator_subject(plan, o, by_place.get(o.name, []), neighbours.get(o.name, ""), rows.get(o.name))
+        for o in operators
+    ]
     if not subjects:
         raise StrategyError(_not_found(text, plan))
     asked = _ShownAlternatives(known, subjects, alternatives)
@@ -108,12 +115,15 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Collective], neighbours: str) -> _Subject:
+def _operator_subject(
+    plan: PlanData, o: OperatorPlan, collectives: Iterable[Collective], neighbours: str, load: ExpertLoad | None
+) -> _Subject:
     lines = [f"splits {o.strategy}; results {', '.join(_codes(plan, r) for r in o.results)}"]
     lines += [f"annotated {o.annotation}"] if o.annotation else []
     lines += [f"from {o.source}"] if o.source else []
     lines += [neighbours] if neighbours else []
     lines += _fate(o)
+    lines += [f"{load.rows} in the recorded steps"] if load else []
     return _Subject(
         f"{o.name} = {o.operator} {o.result} in {o.module or 'the function'}",
         tuple(lines),

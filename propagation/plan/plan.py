@@ -19,6 +19,7 @@ from .alternatives import Alternatives, Origin, ScheduleSpan
 from .curve import MemoryCurve
 from .data import Memory, MemoryPoint, PlanData
 from .explain import explain
+from .load import ExpertLoad
 from .plan_files import load_plan, save_plan
 from .planned_graph import planned_graph
 from .report import Report, summary, table
@@ -68,7 +69,7 @@ class Plan(PlanData):
         known = self._origin.alternatives
         return summary(self, known.options if known else ())
 
-    def explain(self, name: Any, *, alternatives: int = 8) -> Report:
+    def explain(self, name: Any, *, alternatives: int = 8, loads: Sequence[ExpertLoad] = ()) -> Report:
         """Explain an operator, a module or a tensor: its strategy, its annotation with its cost, and each
         collective with its cost, its cause, and the price of the cheapest plan without it.
 
@@ -77,8 +78,10 @@ class Plan(PlanData):
 
         Alternatives are found by searching again, for the `alternatives` costliest collectives and as many annotations;
         0: none. They need the model: a loaded plan has none.
+
+        `loads`: what `record_expert_load` counted, to be shown at the mixtures. Raises StrategyError for those of none.
         """
-        return explain(self, self._origin.alternatives, name, alternatives)
+        return explain(self, self._origin.alternatives, name, alternatives, loads)
 
     def memory_curve(self) -> MemoryCurve:
         """The cost of memory: plans under the same annotations and on the same mesh, without a limit, from the cheapest
@@ -131,6 +134,7 @@ class Plan(PlanData):
         *,
         alternatives: int = 8,
         timelines: Mapping[str, Sequence[ScheduleSpan]] | None = None,
+        loads: Sequence[ExpertLoad] = (),
         title: str = "",
     ) -> None:
         """Write the plan as a page: one file that a browser opens from disk, and that fetches nothing.
@@ -143,6 +147,7 @@ class Plan(PlanData):
                        plan without them, as `explain` does: by searching again. 0: none
         timelines      measured timelines by name, such as {"measured": spans} of record_timeline: shown below the
                        predicted one
+        loads          what record_expert_load counted, a list of ExpertLoad: shown as strips of experts and devices
         title          of the page; by default the mesh
 
         Raises StrategyError if it cannot be written, for alternatives below 0, and for anything but a timeline.
@@ -150,7 +155,7 @@ class Plan(PlanData):
         save(
             "the page",
             path,
-            Door.PLAN_PAGE(self, self._origin, alternatives, {} if timelines is None else timelines, title),
+            Door.PLAN_PAGE(self, self._origin, alternatives, {} if timelines is None else timelines, loads, title),
         )
 
     def _repr_html_(self) -> str:

@@ -30,7 +30,7 @@ from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
 from ..cost.cost import BACKWARD_FACTOR, collective_cost, looked_up, operator_seconds
 from ..cost.rates import OperatorRates
 from ..ops.collectives import payload_of_whole
-from ..rules.layers.experts import EXCHANGE, EXPERT
+from ..rules.layers.experts import BY_EXPERT
 from ..rules.rule import AxisOption, Exchange, Rule, axis_options, hops_of
 from .problem import Options, Settings
 
@@ -163,7 +163,7 @@ def _every(call: OperatorCall, rule: Rule, choices: tuple[AxisOption, ...], sett
         devices *= cuts
         parts *= max(size, 1) / -(-max(size, 1) // cuts)
     names = tuple(rule.sizes)
-    by_expert = np.array([choice.factor in (EXPERT, EXCHANGE) for choice in choices])[picks]
+    by_expert = np.array([choice.factor in BY_EXPERT for choice in choices])[picks]
     parts = np.maximum(parts / np.minimum(settings.load, np.where(by_expert, sizes, 1).prod(axis=1)), 1)
     split = np.array([names.index(choice.factor) if choice.factor else -1 for choice in choices], dtype=np.intp)
     rows = _Rows(

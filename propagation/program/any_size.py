@@ -23,11 +23,11 @@ from torch.fx.node import map_aggregate
 from ...strategy.errors import VerifyError
 from ..graph.nodes import inherit, mark, note_unsized, operator_name, region_of
 from ..ops.collectives import convert
-from ..ops.experts import arrival, route, take_rows
+from ..ops.experts import arrival, parted, route, route_once, take_rows, take_weights
 
 size_of = torch.ops.aten.sym_size.int
-_EXPECTING = (route, arrival)  # they take a number of rows for planning, and ignore it when they run
-_MAKING = (convert, route, take_rows)  # their results have other rows than their operands
+_EXPECTING = (route, route_once, parted, arrival)  # they take a number of rows for planning, and ignore it when they run
+_MAKING = (convert, route, route_once, parted, take_rows, take_weights)  # their results have other rows than their operands
 _Sizes = tuple[int, int]  # of one dim, in the two traces
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -52,13 +53,14 @@ class Hop:
     tensor: int
     source: Placement
     target: Placement
-    times: int = 1
+    times: int | Fraction = 1
 
     def whole_bytes(self, held: Bytes, size: int) -> Bytes:
         """The bytes of the whole value, of which each of `size` ranks holds `held` bytes."""
         if isinstance(self.target, SliceWindow):
             return held // self.target.cut.width * self.target.cut.size
-        return held * self.times * (size if isinstance(self.source, Shard | Routed) else 1)
+        moved = held * self.times.numerator // self.times.denominator
+        return moved * (size if isinstance(self.source, Shard | Routed) else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,39 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ...propagation.ops.keyed import LISTENERS, NUMBERS
+from ...propagation.plan.load import ExpertLoad
 from .agreement import gathered
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLoad:
-    """The rows of one mixture of experts in the steps of a block, over all devices.
-
-    layer       the path of its module, and its name in the graph
-    by_expert   the rows of each expert
-    by_device     the rows of each part of the experts that lies on a device of its own
-    """
-
-    layer: str
-    by_expert: tuple[int, ...]
-    by_device: tuple[int, ...]
-
-    @property
-    def busiest(self) -> float:
-        """The rows of the busiest part over the mean of all parts; 1.0 without rows."""
-        return max(self.by_device) * len(self.by_device) / sum(self.by_device) if sum(self.by_device) else 1.0
-
-    def __str__(self) -> str:
-        parts = " ".join(map(str, self.by_device))
-        return (
-            f"{self.layer}: {' '.join(map(str, self.by_expert))} rows by expert, {parts} by device ({self.busiest:.2f})"
-        )
 
 
 @contextlib.contextmanager

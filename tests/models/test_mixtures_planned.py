@@ -1,6 +1,7 @@
 """Plans of mixtures of experts: the form that is chosen, and what it sends and holds, beside formulas."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -42,8 +43,11 @@ def compiled(tokens, k, experts, mesh, **options):
 def forms(tokens, k, experts, n):
     """The bytes that a rank sends in a step, forward and backward, under each form on one axis of n ranks."""
     weights, share = 2 * experts * WIDTH * HIDDEN, (n - 1) / n
+    copies = n * (1 - math.comb(experts - experts // n, k) / math.comb(experts, k))
     return {
         "exchange": 4 * share * tokens / n * k * WIDTH * ITEM,  # there and back, and so do their gradients
+        # the same of tokens, and the numbers and weights of their experts
+        "once": share * tokens / n * copies * (4 * WIDTH * ITEM + k * (8 + 2 * ITEM)),
         "token": 2 * share * weights * ITEM,  # experts are gathered, or their gradients summed
         # tokens gathered, results summed, and so with gradients; numbers and weights of experts
         "expert": 4 * share * tokens * WIDTH * ITEM + share * tokens * k * (8 + 2 * ITEM),
@@ -63,14 +67,14 @@ def test_the_chosen_form_is_the_one_that_sends_least():
     for tokens, k, experts, n in GRID:
         plan = compiled(tokens, k, experts, {"x": n}).plan
         costs = forms(tokens, k, experts, n)
-        best, second, _ = sorted(costs, key=costs.get)
+        best, second, *_ = sorted(costs, key=costs.get)
         beside = 2 * (n - 1) / n * (WIDTH * WIDTH + WIDTH * experts) * ITEM  # gradients of the other layers
         found = form_of(plan)
         assert plan.wire_bytes - beside <= 1.05 * costs[found] + 8 * n * experts, (tokens, k, experts, n)
         if costs[second] > 1.2 * costs[best]:
             assert found == best, (tokens, k, experts, n, costs)
         chosen[found] = chosen.get(found, 0) + 1
-    assert min(chosen.get(form, 0) for form in ("exchange", "token", "expert")) >= 2, chosen
+    assert min(chosen.get(form, 0) for form in ("exchange", "once", "token", "expert")) >= 2, chosen
 
 
 @pytest.mark.parametrize(("k", "n"), [(1, 4), (2, 4), (4, 8)])
@@ -95,17 +99,18 @@ def test_an_exchange_sends_and_holds_no_more_than_its_share(k, n):
     assert arrival in [node.target for node in made.program.forward.graph.nodes]
 
 
-def sent_by_each(ranks):
-    """All tokens choose two experts of the last rank, and each rank sends as many rows as it has for others."""
+def sent_by_each(ranks, k):
+    """All tokens choose experts of the last rank, and each rank sends as many rows as it has for others: a token with
+    two experts there once."""
     torch.manual_seed(0)
-    tokens, k = 512, 2
+    tokens = 512
     model, x = Mixture(8, k), torch.randn(tokens, WIDTH).abs()
     with torch.no_grad():
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.05)
         model.router.weight.zero_()
         model.before.weight.copy_(torch.eye(WIDTH))
-        model.router.weight[6:] = 1.0
+        model.router.weight[8 - k :] = 1.0
     split = dict.fromkeys(("up", "down"), ("x", None, None))
     sharded = pw.shard(model, (("x", None),), mesh={"x": ranks}, parameter_plan=split)
     with pw.record_collectives() as events, pw.record_expert_load() as loads:
@@ -113,10 +118,13 @@ def sent_by_each(ranks):
     rank = pw.get_rank()
     assert loads[0].by_device == (0,) * (ranks - 1) + (tokens * k,)
     sent = [event.payload_bytes for event in events if event.kind is Kind.ALL_TO_ALLV]
-    there, back = tokens // ranks * k, loads[0].by_device[rank]
-    assert sent == [there * WIDTH * ITEM, back * WIDTH * ITEM]
+    there, back = tokens // ranks, loads[0].by_device[rank] // k
+    beside = [] if k == 1 else [there * k * 8, there * k * ITEM]  # the numbers of experts, and weights
+    assert sent == [there * WIDTH * ITEM, *beside, back * WIDTH * ITEM]
+    assert form_of(sharded.plan) == ("exchange" if k == 1 else "once")
 
 
 @pytest.mark.gloo
-def test_what_runs_sends_the_rows_that_are_counted(on_ranks):
-    on_ranks(2, sent_by_each, 2)
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_runs_sends_the_rows_that_are_counted(on_ranks, k):
+    on_ranks(2, sent_by_each, 2, k)

@@ -1,6 +1,8 @@
 """Mixtures of experts with all that people train them with: the numbers of one device after several steps."""
 
 import copy
+import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
+from partway.propagation.cost.profile import profile_of
+from partway.propagation.rules.layers import experts as rules
+from partway.strategy.placement import Routed
 
 EXPERTS, FEATURES, HIDDEN = 8, 8, 12
 
@@ -55,9 +60,9 @@ class Router(nn.Module):
     """The k experts of each token, with a bias that pulls tokens to experts with few; a loss for balance over the whole
     batch, and the z-loss."""
 
-    def __init__(self, k):
+    def __init__(self, k, features=FEATURES):
         super().__init__()
-        self.k, self.gate = k, nn.Linear(FEATURES, EXPERTS, bias=False)
+        self.k, self.gate = k, nn.Linear(features, EXPERTS, bias=False)
         self.register_buffer("bias", torch.zeros(EXPERTS))
 
     def forward(self, x):
@@ -74,13 +79,13 @@ class Router(nn.Module):
 class Model(nn.Module):
     """Two layers of experts, the second beside a shared one."""
 
-    def __init__(self, idiom, k, dropout=0.0):
+    def __init__(self, idiom, k, features=FEATURES):
         super().__init__()
-        self.mixture, self.dropout = IDIOMS[idiom], dropout
-        self.routers = nn.ModuleList(Router(k) for _ in range(2))
-        self.up = nn.ParameterList(torch.randn(EXPERTS, FEATURES, HIDDEN) / 3 for _ in range(2))
-        self.down = nn.ParameterList(torch.randn(EXPERTS, HIDDEN, FEATURES) / 4 for _ in range(2))
-        self.shared = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, FEATURES))
+        self.mixture = IDIOMS[idiom]
+        self.routers = nn.ModuleList(Router(k, features) for _ in range(2))
+        self.up = nn.ParameterList(torch.randn(EXPERTS, features, HIDDEN) / 3 for _ in range(2))
+        self.down = nn.ParameterList(torch.randn(EXPERTS, HIDDEN, features) / 4 for _ in range(2))
+        self.shared = nn.Sequential(nn.Linear(features, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, features))
 
     def forward(self, x):
         x, beside, extra = x.flatten(0, 1), 0.0, 0.0
@@ -88,7 +93,7 @@ class Model(nn.Module):
             ids, weights, loss = router(x)
             if i == 1:
                 beside = self.shared(x)
-            x = x + F.dropout(self.mixture(x, ids, weights, self.up[i], self.down[i]), self.dropout, self.training)
+            x = x + self.mixture(x, ids, weights, self.up[i], self.down[i])
             extra = extra + loss
         return (x + beside).square().mean() + extra
 
@@ -112,22 +117,30 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def same(mesh, idiom, k=2, batch=8, length=4, accumulate=1, to=None, experts=None):
-    """`to`: the experts that all tokens choose; `experts`: the axis that splits them, the other splits the batch."""
+def same(mesh, idiom, k=2, batch=8, length=4, accumulate=1, to=None, experts=None, once=None, profile=None):
+    """`to`: the experts that all tokens choose; `experts`: the axis that splits them, the other splits the batch.
+    `once`: all axes split both, and each mixture has this strategy, by which tokens are sent once to some ranks;
+    `profile`: that of the devices."""
     torch.manual_seed(0)
-    plain = Model(idiom, k).double()
+    features = 64 if once else FEATURES
+    plain = Model(idiom, k, features).double()
     if to is not None:
         for router in plain.routers:
             router.bias[to] = 100.0
-    batches = [torch.randn(batch, length, FEATURES, dtype=torch.float64) for _ in range(4)]
+    batches = [torch.randn(batch, length, features, dtype=torch.float64) for _ in range(4)]
     model = copy.deepcopy(plain)
-    plan = {f"{name}.{i}": (experts, None, None) for name in ("up", "down") for i in (0, 1)} if experts else None
+    cut = experts or (tuple(mesh) if once else None)
+    plan = {f"{name}.{i}": (cut, None, None) for name in ("up", "down") for i in (0, 1)} if cut else None
     axes = tuple(mesh) if experts is None else tuple(axis for axis in mesh if axis != experts)
+    if profile:
+        pw.set_auto_parallel_context(device_profile=profile)
     sharded = pw.shard(model, ((axes or None, None, None),), mesh=mesh, parameter_plan=plan)
     losses, state = trained(sharded, model, batches, accumulate)
     expected, states = trained(plain, plain, batches, accumulate)
-    text = str(sharded.plan)
-    assert "dispatch" in text
+    mixtures = [o for o in sharded.plan.operators if o.operator in ("partway.dispatch.default", "partway.combine.default")]
+    assert len(mixtures) == 4
+    found = {o.strategy for o in mixtures}
+    assert once is None or found == {once}, found
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     for name, tensor in states.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-11, atol=1e-12, msg=name)
@@ -140,6 +153,62 @@ MESHES = ({"x": 2}, {"x": 4}, {"x": 8}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 4})
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_idiom_trains_as_on_one_device(idiom, mesh):
     same(mesh, idiom)
+
+
+def without_latency(folder):
+    """The path of a profile with a network that sends small messages as cheaply as large ones."""
+    profile = profile_of("h100")
+    none = {kind: 0.0 for kind in type(profile.levels[0].latency).__dataclass_fields__}
+    levels = tuple(
+        level.model_copy(update={"launch": 0.0, "latency": type(level.latency)(**none)}) for level in profile.levels
+    )
+    path = folder / "without_latency.json"
+    profile.model_copy(update={"name": "without latency", "levels": levels}).save(path)
+    return str(path)
+
+
+def scaled(monkeypatch, ways):
+    """Make exchanges and tokens sent once dear, but for each number of ranks in `ways` the way that it names. There is
+    no way that has all tokens."""
+
+    def priced(way, hops):
+        def dear(*given):
+            times = 1 if ways[math.prod(given[-1])] == way else 10**6
+            return tuple(
+                dataclasses.replace(hop, times=hop.times * times) if isinstance(hop.source, Routed) else hop
+                for hop in hops(*given)
+            )
+
+        return dear
+
+    for name, way in {
+        "_once_hops": "once", "_once_back_hops": "once", "_dispatch_hops": "exchange", "_combine_hops": "exchange"
+    }.items():  # fmt: skip
+        monkeypatch.setattr(rules, name, priced(way, getattr(rules, name)))
+    every = rules._ways
+    monkeypatch.setattr(
+        rules, "_ways", lambda *given: every(*given[:3], {k: v for k, v in given[3].items() if k != "expert"}, *given[4:])
+    )
+
+
+ONCE = [
+    ({"x": 2}, {2: "once"}, "(x:once)"),
+    ({"x": 8}, {8: "once"}, "(x:once)"),
+    ({"host": 2, "local": 2}, {4: "once", 2: "exchange"}, "(host:once local:once)"),
+    ({"host": 2, "local": 4}, {2: "once", 4: "exchange", 8: "none"}, "(host:once local:exchange)"),
+    ({"local": 4, "host": 2}, {2: "once", 4: "exchange", 8: "none"}, "(local:exchange host:once)"),
+]
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+@pytest.mark.parametrize(("mesh", "ways", "strategy"), ONCE, ids=[each[2] for each in ONCE])
+def test_tokens_that_are_sent_once_train_as_on_one_device(mesh, ways, strategy, idiom, monkeypatch, tmp_path):
+    scaled(monkeypatch, ways)
+    profile = without_latency(tmp_path)
+    same(mesh, idiom, once=strategy, profile=profile)
+    if idiom == "ops":
+        for k, to in ((1, None), (EXPERTS, None), (1, [5]), (2, [0, 1, 6])):
+            same(mesh, idiom, k=k, to=to, once=strategy, profile=profile)
 
 
 CASES = {
@@ -163,11 +232,18 @@ def test_edges_train_as_on_one_device(case, mesh):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_train_as_one_device(on_ranks, ranks):
-    on_ranks(ranks, on_processes, ranks)
+def test_processes_train_as_one_device(on_ranks, ranks, tmp_path):
+    on_ranks(ranks, on_processes, ranks, without_latency(tmp_path))
 
 
-def on_processes(ranks):
+def on_processes(ranks, profile):
+    meshes = ONCE[:1] if ranks == 2 else ONCE[2:3]
+    for mesh, ways, strategy in meshes:
+        with pytest.MonkeyPatch.context() as patch:
+            scaled(patch, ways)
+            same(mesh, "sort", once=strategy, profile=profile)
+            same(mesh, "ops", k=1, to=[5], once=strategy, profile=profile)
+    pw.reset_auto_parallel_context()
     same({"x": ranks}, "sort", accumulate=2)
     same({"x": ranks}, "ops", k=1, to=[5])
     if ranks == 4:

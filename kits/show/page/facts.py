@@ -31,12 +31,16 @@ CODES = {  # the meaning of a code on an axis, and its colour; for others the fi
     "R": ("the same on every rank", "#d4d9e1"),
     "B": ("the same; gradients are added up", "#e6e1d3"),
     "P": ("addends of the value", "#f6b566"),
+    "T": ("rows of a rank's tokens", "#a5d6a7"),
+    "E": ("rows of a rank's experts", "#e57373"),
+    "C": ("slots of tokens that were sent once", "#b39b7d"),
 }
 KINDS = {  # the colour of each kind of collective
     Kind.ALL_REDUCE: "#c8324a",
     Kind.ALL_GATHER: "#2468c4",
     Kind.REDUCE_SCATTER: "#7a48bd",
     Kind.ALL_TO_ALL: "#16805f",
+    Kind.ALL_TO_ALLV: "#3a6b1e",
     Kind.EXCHANGE: "#a86500",
 }
 _ROWS = 8  # rows, and columns, of a picture

@@ -68,7 +68,7 @@ def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
     p = argument(node, "dropout_p")
     q, k, v = operands(node)[:3]
     if not p:
-        return None
+        return _padded(b, node)
     if b.keys is None and value(q).device.type != "cpu":
         raise CaptureError(
             f"scaled_dot_product_attention with dropout_p={p} draws its mask inside of a fused kernel on "
@@ -89,6 +89,24 @@ def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
         scores = b(aten.add.Tensor, scores, mask)
     weights = b(aten._safe_softmax.default, scores, len(shape(scores)) - 1)  # zeros where a mask hides all
     return b(aten.matmul.default, dropped(b, weights, p)[0], v)
+
+
+def _padded(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Attention whose values have another width than its keys, with zeros beside the narrower ones. On a CPU, and on
+    the meta device, PyTorch has a kernel for equal widths alone, and computes all scores for others."""
+    q, k, v = operands(node)[:3]
+    width, of_values = shape(q)[-1], shape(v)[-1]
+    if width == of_values or value(q).device.type not in ("cpu", "meta"):
+        return None
+
+    def wide(x: fx.Node) -> fx.Node:
+        more = max(width, of_values) - shape(x)[-1]
+        return b(aten.constant_pad_nd.default, x, [0, more]) if more else x
+
+    scale = argument(node, "scale")
+    given = {"query": wide(q), "key": wide(k), "value": wide(v), "scale": width**-0.5 if scale is None else scale}
+    args, kwargs = replaced(node, node.args, dict(node.kwargs), **given)
+    return b(aten.slice.Tensor, b(node.target, *args, **kwargs), -1, 0, of_values)
 
 
 def _repeated(b: Builder, x: fx.Node, heads: int) -> fx.Node:

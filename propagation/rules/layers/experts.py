@@ -6,10 +6,14 @@ Beside a split of the features, an axis has these options:
     factor     tokens x    rows    experts' weights    result of combine    sends
     token      Shard(0)    T0      Broadcast           Shard(0)             the weights, where they are not whole
     exchange   Shard(0)    E0      Shard(0)            Shard(0)             rows to their experts, and back
+    once       Shard(0)    E0      Shard(0)            Shard(0)             tokens to the ranks of their experts, with
+                                                                            their experts' numbers and weights, and sums
     expert     Broadcast   E0      Shard(0)            Partial              tokens to all ranks, and sums of results
 
 T0 are the rows of a rank's tokens, E0 those of its experts (`Routed`). Of several axes each has its own option: experts
-are cut over all that have `exchange` or `expert`, in the order of the mesh, and exchanged in one joint group.
+are cut over all but those with `token`, in the order of the mesh. Axes with the same option are one joint group. With
+`once` on an axis of nodes and `exchange` on one inside them, a token that goes to two experts of a node is sent there
+once, and copied in the node (DeepSeek-V3's report, 2024, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -28,14 +33,28 @@ from torch import fx
 from ....strategy.layout import expected_rows
 from ....strategy.placement import BROADCAST, PARTIAL, Placement, Routed, Shard
 from ...graph.nodes import argument, module_path, operands, shape, value
-from ...ops.experts import arrival, combine, counted, dispatch, give_rows, reorder, route, take_rows
+from ...ops.experts import (
+    arrival,
+    combine,
+    counted,
+    dispatch,
+    give_rows,
+    parted,
+    reorder,
+    route,
+    route_once,
+    take_rows,
+    take_weights,
+)
 from ...ops.indexing import position
 from ..row import Row, RowFunction
 from ..rule import Emitter, Exchange, Hop, Rule
 
 aten = torch.ops.aten
-TOKEN, EXPERT, EXCHANGE = "token", "expert", "exchange"
+TOKEN, EXPERT, EXCHANGE, ONCE = "token", "expert", "exchange", "once"
+BY_EXPERT = (EXPERT, EXCHANGE, ONCE)
 _S0: Placement = Shard(0)
+_COPY = Routed("copy")
 # Their local forms depend on the number of rows by the shape of the result alone.
 _LOCALIZED = (aten.reshape.default, aten.view.default, aten.expand.default, aten.slice.Tensor)
 
@@ -43,25 +62,26 @@ _LOCALIZED = (aten.reshape.default, aten.view.default, aten.expand.default, aten
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How a value belongs to the rows of a dispatch, the node `source`, of `tokens` tokens to `experts` experts: its
-    placements by token and by expert."""
+    placements by token and by expert, and that of slots whose tokens were sent once."""
 
     source: fx.Node
     tokens: int
     experts: int
     token: Routed
     expert: Routed
+    copy: Routed | None = None
 
     @property
-    def placements(self) -> tuple[Routed, Routed]:
-        """The two placements that it may have on an axis beside the usual ones."""
-        return self.token, self.expert
+    def placements(self) -> tuple[Routed, ...]:
+        """The placements that it may have on an axis beside the usual ones."""
+        return (self.token, self.expert) if self.copy is None else (self.token, self.expert, self.copy)
 
 
 def routings_of_dispatch(node: fx.Node) -> tuple[Routing, Routing, Routing]:
     """The routings of the results of a dispatch: its rows, the ends of its experts' rows, and their slots."""
     tokens, experts = shape(operands(node)[1])[0], int(argument(node, "experts"))
     rows = Routing(node, tokens, experts, Routed(TOKEN), Routed(EXPERT))
-    return rows, replace(rows, token=Routed(TOKEN, None)), rows
+    return rows, replace(rows, token=Routed(TOKEN, None)), replace(rows, copy=_COPY)
 
 
 def routed(node: fx.Node, rule: Rule, given: Sequence[Routing | None]) -> tuple[Rule, tuple[Routing | None, ...]]:
@@ -72,7 +92,7 @@ def routed(node: fx.Node, rule: Rule, given: Sequence[Routing | None]) -> tuple[
     if len({each.source for each in known}) != 1:
         return plain
     if node.target is combine:
-        return (_combined(rule, known[0]) if given[0] and given[1] else rule), (None,)
+        return (_combined(node, rule, known[0]) if given[0] and given[1] else rule), (None,)
     first = next((each for each in known if each.token.dim is not None), None)
     along = [d[r.token.dim] for d, r in zip(rule.operands, given, strict=True) if r and r.token.dim is not None]
     if first is None or len(set(along)) != 1 or len(along[0]) != 1:
@@ -131,16 +151,38 @@ def _combine_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
     return (Hop(0, Routed(EXPERT), Routed(TOKEN)),)
 
 
-def _ways(rule: Rule, tokens: int, experts: int, placed: dict[str, tuple[Placement, ...]], hops: Any) -> Rule:
-    sizes = {TOKEN: tokens, EXPERT: experts, EXCHANGE: math.gcd(tokens, experts)}
-    return _with(
-        rule,
-        sizes,
-        *(
-            Exchange(way, "", dict(enumerate(each)), hops if way == EXCHANGE else _no_hops)
-            for way, each in placed.items()
-        ),
+def _once_hops(many: int, experts: int, weighted: bool, counts: tuple[int, ...]) -> tuple[Hop, ...]:
+    """Those of a dispatch of each token to `many` experts: of the numbers of tokens, of tokens, experts and weights."""
+    rows = 3 if weighted else 2
+    sent = _copies(many, experts, math.prod(counts))
+    there = Routed(TOKEN), Routed(EXPERT)
+    of_tokens = (Hop(rows, *there, sent / many), *(Hop(each, *there, sent) for each in range(1, rows)))
+    return Hop(rows + 1, _S0, Shard(1)), *of_tokens
+
+
+def _once_back_hops(many: int, experts: int, wider: Fraction, counts: tuple[int, ...]) -> tuple[Hop, ...]:
+    """Those of a combine: of weights, and of sums, whose elements are `wider` times those of rows."""
+    sent = _copies(many, experts, math.prod(counts))
+    return (
+        Hop(2, Routed(TOKEN), Routed(EXPERT), sent),
+        Hop(0, Routed(EXPERT), Routed(TOKEN), sent / many * wider),
     )
+
+
+def _copies(many: int, experts: int, parts: int) -> Fraction:
+    """The number of parts of the experts that have any of `many` different experts, drawn with equal chances: the mean,
+    with so few digits that it is exact in figures."""
+    none = Fraction(math.comb(experts - experts // parts, many), math.comb(experts, many))
+    return (parts * (1 - none)).limit_denominator(1000)
+
+
+def _ways(
+    rule: Rule, tokens: int, experts: int, placed: dict[str, tuple[Placement, ...]], exchange: Any, once: Any
+) -> Rule:
+    both = math.gcd(tokens, experts)
+    sizes, hops = {TOKEN: tokens, EXPERT: experts, EXCHANGE: both, ONCE: both}, {EXCHANGE: exchange, ONCE: once}
+    ways = (Exchange(way, "", dict(enumerate(each)), hops.get(way, _no_hops)) for way, each in placed.items())
+    return _with(rule, sizes, *ways)
 
 
 def _dispatch_rule(node: fx.Node) -> Rule:
@@ -159,8 +201,10 @@ def _dispatch_rule(node: fx.Node) -> Rule:
         TOKEN: (*[_S0] * count, by_token, Routed(TOKEN, None), by_token),
         EXPERT: (*[BROADCAST] * count, by_expert, by_expert, by_expert),
         EXCHANGE: (*[_S0] * count, by_expert, by_expert, by_token),
+        ONCE: (*[_S0] * count, by_expert, by_expert, _COPY),
     }
-    return _ways(rule, ids[0], experts, placed, partial(_dispatch_hops, count))
+    once = partial(_once_hops, ids[1], experts, bool(weights))
+    return _ways(rule, ids[0], experts, placed, partial(_dispatch_hops, count), once)
 
 
 def _combine_rule(node: fx.Node) -> Rule:
@@ -174,14 +218,18 @@ def _combine_rule(node: fx.Node) -> Rule:
     )
 
 
-def _combined(rule: Rule, routing: Routing) -> Rule:
-    by_token, by_expert = routing.placements
+def _combined(node: fx.Node, rule: Rule, routing: Routing) -> Rule:
+    by_token, by_expert = routing.token, routing.expert
     placed: dict[str, tuple[Placement, ...]] = {
         TOKEN: (by_token, by_token, _S0, _S0),
         EXPERT: (by_expert, by_expert, BROADCAST, PARTIAL),
         EXCHANGE: (by_expert, by_token, _S0, _S0),
+        ONCE: (by_expert, _COPY, _S0, _S0),
     }
-    return _ways(rule, routing.tokens, routing.experts, placed, _combine_hops)
+    rows, _, weights = map(value, operands(node))
+    wider = Fraction(torch.promote_types(rows.dtype, weights.dtype).itemsize, rows.dtype.itemsize)
+    once = partial(_once_back_hops, weights.shape[1], routing.experts, wider)
+    return _ways(rule, routing.tokens, routing.experts, placed, _combine_hops, once)
 
 
 # -- Local forms
@@ -189,10 +237,11 @@ def _combined(rule: Rule, routing: Routing) -> Rule:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """The number of ranks that exchange rows, and of the experts of one."""
+    """The number of ranks that exchange rows, of the experts of one, and of ranks that are sent tokens once."""
 
     exchanged: int
     experts: int
+    copies: int
 
     @property
     def sent(self) -> int:
@@ -201,29 +250,28 @@ class _Cuts:
 
 
 def _cuts(emit: Emitter, experts: int) -> _Cuts:
-    own, moved = (math.prod(emit.split.get(way, {}).values()) for way in (EXPERT, EXCHANGE))
-    return _Cuts(moved, experts // (own * moved))
+    own, moved, copies = (math.prod(emit.split.get(way, {}).values()) for way in BY_EXPERT)
+    return _Cuts(moved, experts // (own * moved * copies), copies)
 
 
 def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, ids, experts, *rest = args
     weights = rest[0] if rest else kwargs.get("weights")
-    each, cuts = emit.shapes.operands[1][1], _cuts(emit, experts)
-    places, widths, sizes, width = [], [], [], experts
-    for axis, size in _sizes(emit, EXPERT, EXCHANGE).items():
-        width //= size
-        if axis in emit.split.get(EXPERT, {}):
-            places.append(emit.call(position, [axis], [size]))
-            widths.append(width)
-            sizes.append(size)
+    each, cuts, sent_once = emit.shapes.operands[1][1], _cuts(emit, experts), []
+    if ONCE in emit.split:
+        x, ids, weights, sent_once = _copied(emit, x, ids, weights, experts)
+    digits = _digits(emit, experts, EXPERT, ONCE)
+    places = [emit.call(position, [axis], [size]) for axis, (_, size) in digits.items()]
+    widths, sizes = ([digit[i] for digit in digits.values()] for i in range(2))
     made = emit.call(route, ids, places, widths, sizes, experts, _kept(emit, emit.shapes.operands[1]))
     where, counts = (emit.call(operator.getitem, made, i) for i in range(2))
-    rows = emit.call(take_rows, x, where, each)
+    rows = emit.call(take_rows, x, where, each, ids) if sent_once else emit.call(take_rows, x, where, each)
     if weights is not None:
-        weighted = emit.call(aten.mul.Tensor, rows, _column(emit, weights, emit.shapes.operands[2], where))
+        weighted = emit.call(aten.mul.Tensor, rows, emit.call(take_weights, weights, where))
         rows = emit.call(aten._to_copy.default, weighted, dtype=value(operands(emit.node)[0]).dtype)
     if EXCHANGE not in emit.split:
-        return rows, emit.call(aten.cumsum.default, _told(emit, counts), 0, dtype=torch.int32), where
+        ends = emit.call(aten.cumsum.default, _told(emit, counts), 0, dtype=torch.int32)
+        return rows, ends, emit.call(aten.cat.default, [*sent_once, where]) if sent_once else where
     received = _told(emit, emit.sent(EXCHANGE, 0, emit.call(aten.view.default, counts, [1, cuts.sent])))
     leaving = emit.call(aten.view.default, counts, [cuts.exchanged, cuts.experts])
     sent, got = (emit.call(aten.sum.dim_IntList, each, [1]) for each in (leaving, received))
@@ -237,14 +285,54 @@ def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
     order = emit.call(arrival, received, expected)
     ends = emit.call(aten.cumsum.default, emit.call(aten.sum.dim_IntList, received, [0]), 0, dtype=torch.int32)
     flat = emit.call(aten.view.default, received, [cuts.sent])
-    where = emit.call(aten.cat.default, [emit.call(aten._to_copy.default, flat, dtype=torch.int64), sent, where])
+    where = emit.call(
+        aten.cat.default, [*sent_once, emit.call(aten._to_copy.default, flat, dtype=torch.int64), sent, where]
+    )
     return emit.call(reorder, arrived, order, False), ends, where
+
+
+def _copied(
+    emit: Emitter, x: fx.Node, ids: fx.Node, weights: fx.Node | None, experts: int
+) -> tuple[fx.Node, fx.Node, fx.Node | None, list[fx.Node]]:
+    """The tokens that a rank is sent once, with the numbers of their experts and their weights; and how many it sends
+    to each rank and gets, and which."""
+    ranks, widths = _cuts(emit, experts).copies, [width for width, _ in _digits(emit, experts, ONCE).values()]
+    made = emit.call(route_once, ids, widths, list(emit.split[ONCE].values()), experts, _sent_once(emit, experts))
+    which, leaving = (emit.call(operator.getitem, made, i) for i in range(2))
+    coming = emit.sent(ONCE, 0, emit.call(aten.view.default, leaving, [1, ranks]))
+    counts = emit.call(aten.stack.default, [leaving, emit.call(aten.view.default, coming, [ranks])])
+    expected, came = _sent_once(emit, experts), []
+    for hop, each in zip(emit.hops(ONCE)[1:], (x, ids, weights), strict=False):
+        assert each is not None
+        target = replace(hop, target=Routed(EXPERT, rows=expected))
+        came.append(emit.routed(ONCE, target, emit.call(take_rows, each, which, 1), counts))
+    flat = emit.call(aten.view.default, emit.call(aten._to_copy.default, counts, dtype=torch.int64), [2 * ranks])
+    return came[0], came[1], came[2] if weights is not None else None, [flat, which]
+
+
+def _sent_once(emit: Emitter, experts: int) -> int:
+    """The tokens that a rank expects to send, or to get, once for each part of the experts."""
+    tokens, each = emit.shapes.operands[-1 if emit.node.target is combine else 1]
+    parts = _cuts(emit, experts).copies
+    copies = min(parts, _copies(each, experts, parts) * Fraction(emit.expert_load or 1.0))
+    return math.ceil(tokens * copies) + emit.more
+
+
+def _digits(emit: Emitter, experts: int, *ways: str) -> dict[str, tuple[int, int]]:
+    """The axes with one of the options `ways`, major first: the digit of an expert along an axis is
+    (e // width) % size."""
+    digits, width = {}, experts
+    for axis, size in _sizes(emit, *BY_EXPERT).items():
+        width //= size
+        if any(axis in emit.split.get(way, {}) for way in ways):
+            digits[axis] = width, size
+    return digits
 
 
 def _told(emit: Emitter, counts: fx.Node) -> fx.Node:
     """The numbers of rows of a rank's experts, after whoever listens has heard of them."""
-    by_expert = _sizes(emit, EXPERT, EXCHANGE)
-    routed = _sizes(emit, TOKEN, EXPERT, EXCHANGE)
+    by_expert = _sizes(emit, *BY_EXPERT)
+    routed = _sizes(emit, TOKEN, *BY_EXPERT)
     copies = {axis: size for axis, size in emit.axes.items() if axis not in routed}
     copy, part = (emit.call(position, list(axes), list(axes.values())) for axes in (copies, by_expert))
     allowed = emit.shapes.results[0][0] - emit.more if by_expert and emit.expert_load is not None else -1
@@ -259,11 +347,26 @@ def _sizes(emit: Emitter, *ways: str) -> dict[str, int]:
 
 def _local_combine(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     rows, where, weights = args
-    if EXPERT not in emit.split and EXCHANGE not in emit.split:
-        return emit.call(combine, rows, where, weights)
-    tokens, each = emit.shapes.operands[2]
+    tokens, _ = emit.shapes.operands[2]
+    cuts = _cuts(emit, emit.rule.sizes.get(EXPERT, 1))
+    if ONCE in emit.split:
+        flat = emit.call(aten.slice.Tensor, where, 0, 0, 2 * cuts.copies)
+        leaving, coming = (
+            emit.call(aten.slice.Tensor, flat, 0, i * cuts.copies, (i + 1) * cuts.copies) for i in range(2)
+        )
+        rest = emit.call(aten.slice.Tensor, where, 0, 2 * cuts.copies, sys.maxsize)
+        expected = _sent_once(emit, emit.rule.sizes[EXPERT])
+        others = _kept(emit, emit.shapes.operands[2]) + (cuts.sent + cuts.exchanged if EXCHANGE in emit.split else 0)
+        made = emit.call(parted, rest, leaving, expected, others)
+        which, where = (emit.call(operator.getitem, made, i) for i in range(2))
+        there, back = emit.hops(ONCE)
+        weights = emit.routed(
+            ONCE,
+            replace(there, target=Routed(EXPERT, rows=expected)),
+            emit.call(take_rows, weights, which, 1),
+            emit.call(aten.stack.default, [leaving, coming]),
+        )
     if EXCHANGE in emit.split:
-        cuts = _cuts(emit, emit.rule.sizes[EXPERT])
         received = emit.call(
             aten.view.default, emit.call(aten.slice.Tensor, where, 0, 0, cuts.sent), [cuts.exchanged, cuts.experts]
         )
@@ -279,22 +382,20 @@ def _local_combine(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any])
             emit.call(reorder, rows, order, True),
             emit.call(aten.stack.default, [got, sent]),
         )
-    weighted = emit.call(aten.mul.Tensor, rows, _column(emit, weights, (tokens, each), where))
-    return emit.call(give_rows, weighted, where, each, tokens)
-
-
-def _column(emit: Emitter, weights: fx.Node, sizes: tuple[int, ...], where: fx.Node) -> fx.Node:
-    """The weight of each row, as a column; the weights have the local `sizes`."""
-    flat = emit.call(aten.view.default, weights, [math.prod(sizes)])
-    return emit.call(aten.unsqueeze.default, emit.call(take_rows, flat, where, 1), 1)
+    sums = emit.call(combine, rows, where, weights)
+    if ONCE not in emit.split:
+        return sums
+    back = replace(back, target=Routed(TOKEN, rows=expected))
+    came = emit.routed(ONCE, back, sums, emit.call(aten.stack.default, [coming, leaving]))
+    return emit.call(give_rows, came, which, 1, tokens)
 
 
 def _kept(emit: Emitter, slots: tuple[int, ...]) -> int:
     """The rows that a rank expects to make of its tokens, of which it has the `slots`: those of all experts, or of the
     part of experts whose rows other ranks with the same tokens do not make."""
-    own = math.prod(emit.split.get(EXPERT, {}).values())
-    rows = math.prod(slots)
-    return rows if own == 1 else expected_rows(rows, own, emit.more, emit.expert_load or 1.0)
+    own, copies = (math.prod(emit.split.get(way, {}).values()) for way in (EXPERT, ONCE))
+    rows, parts = math.prod(slots) * copies, own * copies
+    return rows if parts == 1 else expected_rows(rows, parts, emit.more, emit.expert_load or 1.0)
 
 
 ROWS: dict[Any, Row | RowFunction] = {

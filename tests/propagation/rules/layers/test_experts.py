@@ -54,7 +54,7 @@ def test_every_way_to_split_rows_gives_the_numbers_of_one_device(mesh, mixture, 
     expected = lab.value_and_gradients([mixture(*tensors)], list(tensors))
     (vertex,) = lab.vertices_of(problem, dispatch)
     options = problem.vertices[vertex].options
-    ways = {None, "d", "token", "expert", "exchange"}
+    ways = {None, "d", "token", "expert", "exchange", "once"}
     assert {factor for option in options for factor in option.factors} == ways
     for i in range(len(options)):
         chosen = lab.choose(problem, vertex, [i])
@@ -131,7 +131,7 @@ def test_the_busiest_rank_has_its_load_and_at_most_all_rows(load, share, tensors
     work = {option.factors[0]: float(flops) for option, flops in zip(products, products.flops, strict=True)}
     rows, slots = FEATURES * 8 * even, 8 * even
     assert made["token"] == rows + 4 * EXPERTS + slots
-    assert made["exchange"] == share * rows + 4 * EXPERTS // 4 + slots
+    assert made["exchange"] == made["once"] == share * rows + 4 * EXPERTS // 4 + slots
     assert work["expert"] == share * work["token"]
     exchanged = [i for i, option in enumerate(routing) if option.factors == ("exchange",)]
     chosen = lab.choose(problem, place, exchanged)
