@@ -35,6 +35,8 @@ Each name, and why:
     Tensor._is_view, _base                                   what a tensor is a view of; there is no public name
     torch._inductor.compile                                  compiles a graph of ATen operators without tracing it again
                                                              or checking guards, as `torch.compile` does on every call
+    torch._dynamo.source.ConstantSource                      the source of a symbol for a number of rows, which a
+                                                             ShapeEnv asks for
     torch._add_batch_dim, _remove_batch_dim, torch._C._vmapmode_*   the tensors that is_grads_batched=True and
                                                              vectorize=True make of a batch, which no public name
                                                              takes apart, and the mode during the batch
@@ -50,11 +52,13 @@ Each name, and why:
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -70,6 +74,7 @@ from torch.nn import Module, RNNBase
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 
+from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.torch_mesh import has_nccl
 
 __all__ = [
@@ -227,10 +232,48 @@ def timeout_of(group: Any) -> timedelta:
     return found
 
 
-def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """TorchInductor's function for a graph of ATen operators, for tensors like `examples`."""
+def inductor(
+    module: fx.GraphModule, examples: list[Tensor], unsized: Sequence[tuple[int, ...]] = ()
+) -> Callable[..., Any]:
+    """TorchInductor's function for a graph of ATen operators, for tensors like `examples`. `unsized`: dims of each that
+    may have other sizes; for sizes that its code does not allow (a single row, or very many) the graph itself runs."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the modules that TorchInductor imports warn
-        from torch._inductor import compile as compiled
+        from torch._inductor import compile as compiled_by_inductor
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        return compiled(module, list(examples), {"reorder_for_locality": False})  # type: ignore[no-any-return]
+        compiled: Any = partial(compiled_by_inductor, options={"reorder_for_locality": False})
+        if not any(unsized):
+            return compiled(module, list(examples))  # type: ignore[no-any-return]
+        env = ShapeEnv(duck_shape=False)
+        symbols = list[Any]()
+        with FakeTensorMode(shape_env=env):
+            free = [_of_any_size(each, dims, env, symbols) for each, dims in zip(examples, unsized, strict=True)]
+        run = compiled(fx.GraphModule(module, copy.deepcopy(module.graph)), free)
+        guards = env.produce_guards_expression(symbols)
+
+    def call(*inputs: Tensor) -> Any:
+        sizes = [each.shape[dim] for each, dims in zip(inputs, unsized, strict=True) for dim in dims]
+        allowed = guards is None or env.evaluate_guards_expression(guards, sizes)
+        return run(*inputs) if allowed else module(*inputs)
+
+    return call
+
+
+def _of_any_size(example: Tensor, dims: tuple[int, ...], env: Any, symbols: list[Any]) -> Tensor:
+    """A fake tensor like `example`, with a new symbol of `env` for the size of each of `dims`."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    sizes = list[Any](example.shape)
+    for dim in dims:
+        source = ConstantSource(f"rows{len(symbols)}")
+        symbol = env.create_symbol(sizes[dim], source, dynamic_dim=DimDynamic.DYNAMIC)
+        symbols.append(env.create_symintnode(symbol, hint=sizes[dim], source=source))
+        sizes[dim] = symbols[-1]
+    strides = list[Any](example.stride())
+    order = sorted(range(example.dim()), key=lambda dim: (strides[dim], -dim))
+    for inner, outer in itertools.pairwise(order):
+        if strides[outer] == strides[inner] * example.shape[inner]:
+            strides[outer] = strides[inner] * sizes[inner]
+    return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)

@@ -82,8 +82,9 @@ class Routed:
     """Every rank holds some rows of a mixture of experts, along dim `dim`, sorted by expert: those of its own tokens
     (`by` is "token"), or those of its own experts ("expert"). `dim` is None for what all experts have of a rank's
     tokens, such as the numbers of their rows. Slots by "copy" are those of rows whose tokens came once to each rank of
-    the axis, and were copied there for its experts. The number of an expert's rows is known only at run time; in a program
-    `rows` is the number that is expected, in a layout it is None. Only operators on routed rows convert them."""
+    the axis, and were copied there for its experts. The number of an expert's rows is known only at run time; in a
+    program `rows` is the number that is expected, in a layout it is None. Only operators on routed rows convert
+    them."""
 
     by: str
     dim: int | None = 0

@@ -647,6 +647,25 @@ def test_inductor_takes_a_graph_of_operators() -> None:
     assert torch.equal(compiled(torch.ones(2))[0], torch.full((2,), 2.0))
 
 
+def test_inductor_takes_any_number_of_rows_but_few() -> None:
+    """Sizes that the compiled code does not allow run the graph itself."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    rows = graph.call_function(aten.sym_size.int, (x, 0))
+    each = graph.call_function(aten.expand.default, (y, [rows, 8]))
+    graph.output((graph.call_function(aten.mul.Tensor, (graph.call_function(aten.silu.default, (x,)), each)),))
+    itself, ran = fx.GraphModule(nn.Module(), graph), list[int]()
+    known = itself.forward
+    itself.forward = lambda *given: ran.append(len(given[0])) or known(*given)  # type: ignore[func-returns-value]
+    with planning.FakeTensorMode():
+        examples = [torch.empty(16, 8), torch.empty(8)]
+    compiled = running.inductor(itself, examples, [(0,), ()])
+    for count in (16, 5, 1, 0, 4000):
+        given = torch.randn(count, 8), torch.randn(8)
+        torch.testing.assert_close(compiled(*given)[0], known(*given)[0])
+    assert ran == [1, 0]
+
+
 def test_a_recurrent_layer_refers_to_the_parameters_that_it_has() -> None:
     layer = nn.GRU(2, 2)
     for name, held in list(layer.named_parameters()):

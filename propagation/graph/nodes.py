@@ -294,9 +294,9 @@ _POSITION = "partway_position"
 _UNSIZED = "partway_unsized"
 
 
-def note_unsized(node: fx.Node, strides: bool) -> None:
-    """Note that the size of a value is known only at run time; `strides`: its strides, too."""
-    node.meta[_UNSIZED] = strides
+def note_unsized(node: fx.Node, dims: tuple[int, ...], strides: bool) -> None:
+    """Note that the sizes of `dims` of a value are known only at run time; `strides`: its strides, too."""
+    node.meta[_UNSIZED] = dims, strides
 
 
 def is_unsized(node: fx.Node) -> bool:
@@ -306,7 +306,13 @@ def is_unsized(node: fx.Node) -> bool:
 
 def has_any_strides(node: fx.Node) -> bool:
     """Whether the strides of a value are known only at run time."""
-    return bool(node.meta.get(_UNSIZED))
+    return is_unsized(node) and bool(node.meta[_UNSIZED][1])
+
+
+def unsized_dims(node: fx.Node) -> tuple[int, ...]:
+    """The dims of a value whose sizes are known only at run time."""
+    dims: tuple[int, ...] = node.meta[_UNSIZED][0] if is_unsized(node) else ()
+    return dims
 
 
 def inherit(new: fx.Node, old: fx.Node) -> None:

@@ -160,9 +160,7 @@ def _counted(counts: Tensor, copy: Tensor, part: Tensor, allowed: int, layer: st
     return counts.clone()
 
 
-def _route_once(
-    ids: Tensor, widths: list[int], sizes: list[int], experts: int, expected: int
-) -> tuple[Tensor, Tensor]:
+def _route_once(ids: Tensor, widths: list[int], sizes: list[int], experts: int, expected: int) -> tuple[Tensor, Tensor]:
     _check_range(ids, experts)
     every = torch.arange(experts, device=ids.device)
     part = torch.zeros_like(every)

@@ -25,7 +25,16 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import Broadcast, Kind, Partial, Replicate, Routed, Shard, placement_from_code
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Text
-from ..graph.nodes import compute_again, computed_again, has_any_strides, is_unsized, mark, note_unsized, region_of
+from ..graph.nodes import (
+    compute_again,
+    computed_again,
+    has_any_strides,
+    is_unsized,
+    mark,
+    note_unsized,
+    region_of,
+    unsized_dims,
+)
 from ..graph.port import Port, Role
 from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload, overload_name_of, schema_of
 from .plan import Plan
@@ -159,7 +168,7 @@ def _write_graph(writer: Writer, module: fx.GraphModule) -> list[Any]:
             writer.data(node.meta.get("val")),
             computed_again(node),
             region_of(node),
-            has_any_strides(node) if is_unsized(node) else None,
+            [*unsized_dims(node), has_any_strides(node)] if is_unsized(node) else None,
         ]
         for node in place
     ]
@@ -169,7 +178,7 @@ def _write_graph(writer: Writer, module: fx.GraphModule) -> list[Any]:
 
 def _read_graph(reader: Reader, constants: dict[str, Any], rows: list[Any]) -> fx.GraphModule:
     graph, nodes = fx.Graph(), list[fx.Node]()
-    for op, own_name, target, args, kwargs, value, again, region, strides in rows:
+    for op, own_name, target, args, kwargs, value, again, region, unsized in rows:
         if op not in _NODES:
             raise WrongFormError(f"{op!r:.80} is none of {', '.join(_NODES)}")
         node = graph.create_node(
@@ -186,8 +195,9 @@ def _read_graph(reader: Reader, constants: dict[str, Any], rows: list[Any]) -> f
         if again is not None:
             compute_again(node, again)
         mark(node, region)
-        if strides is not None:
-            note_unsized(node, bool(strides))
+        if unsized is not None:
+            *dims, strides = unsized
+            note_unsized(node, tuple(map(int, dims)), bool(strides))
         nodes.append(node)
     return Text({name(key): reader.value(value) for key, value in constants.items()}, graph)
 

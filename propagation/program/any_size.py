@@ -26,8 +26,15 @@ from ..ops.collectives import convert
 from ..ops.experts import arrival, parted, route, route_once, take_rows, take_weights
 
 size_of = torch.ops.aten.sym_size.int
-_EXPECTING = (route, route_once, parted, arrival)  # they take a number of rows for planning, and ignore it when they run
-_MAKING = (convert, route, route_once, parted, take_rows, take_weights)  # their results have other rows than their operands
+EXPECTING = (route, route_once, parted, arrival)  # they take a number of rows for planning, and ignore it when they run
+_MAKING = (
+    convert,
+    route,
+    route_once,
+    parted,
+    take_rows,
+    take_weights,
+)  # their results have other rows than their operands
 _Sizes = tuple[int, int]  # of one dim, in the two traces
 
 
@@ -44,7 +51,7 @@ def free_sizes(one: fx.Graph, other: fx.Graph) -> None:
             continue
         if node.target is not twin.target:
             raise VerifyError(f"{node.format_node()} depends on a number of rows")
-        if node.target not in _EXPECTING:
+        if node.target not in EXPECTING:
             node.args, node.kwargs = _replaced(node, twin, sizes, place)
 
 
@@ -102,8 +109,7 @@ def _sizes(node: fx.Node, twin: fx.Node) -> Iterator[tuple[int, _Sizes]]:
     val, other = node.meta.get("val"), twin.meta.get("val")
     if not isinstance(val, torch.Tensor) or not isinstance(other, torch.Tensor):
         return
-    if val.shape != other.shape:
-        note_unsized(node, val.layout is torch.strided and val.stride() != other.stride())
-    for dim, both in enumerate(zip(val.shape, other.shape, strict=True)):
-        if both[0] != both[1]:
-            yield dim, both
+    differ = tuple(dim for dim, both in enumerate(zip(val.shape, other.shape, strict=True)) if both[0] != both[1])
+    if differ:
+        note_unsized(node, differ, val.layout is torch.strided and val.stride() != other.stride())
+    yield from ((dim, (val.shape[dim], other.shape[dim])) for dim in differ)

@@ -20,13 +20,13 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...propagation.graph.graph import Text
-from ...propagation.graph.nodes import draws_random_numbers, is_unsized, returned_by
+from ...propagation.graph.nodes import draws_random_numbers, returned_by, unsized_dims
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.experts import counted
 from ...propagation.ops.indexing import position
 from ...propagation.ops.python.hooked import HOOKS
 from ...propagation.ops.registration import formulas
-from ...propagation.program.any_size import size_of
+from ...propagation.program.any_size import EXPECTING, size_of
 from ...propagation.torch_internals import FakeTensorMode, OpOverload, schema_of
 from ...strategy.placement import Kind
 from ..torch_internals import inductor
@@ -36,7 +36,7 @@ from .region import Region
 from .strides import strides_of
 
 FAKE = FakeTensorMode()  # shared, as all inputs of a compiled graph must come from one mode
-Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+Compiler = Callable[[fx.GraphModule, list[Tensor], Sequence[tuple[int, ...]]], Callable[..., Any]]
 
 
 def compile_regions(
@@ -67,12 +67,13 @@ class _Stretch:
     kinds: tuple[Hashable, ...]
     body: fx.Graph = field(compare=False)
     examples: Sequence[Tensor] = field(compare=False)
+    unsized: Sequence[tuple[int, ...]]
     owned: list[bool] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=4096)
 def _region(stretch: _Stretch) -> Region:
-    run = stretch.compiler(fx.GraphModule(torch.nn.Module(), stretch.body), list(stretch.examples))
+    run = stretch.compiler(fx.GraphModule(torch.nn.Module(), stretch.body), list(stretch.examples), stretch.unsized)
     return Region(run, stretch.owned)
 
 
@@ -85,13 +86,16 @@ def _add_region(
 ) -> None:
     """Append one call for all of `stretch` to `graph`."""
     inside = set(stretch)
-    inputs = list(dict.fromkeys(o for node in stretch for o in node.all_input_nodes if o not in inside))
+    read = list(dict.fromkeys(o for node in stretch for o in node.all_input_nodes if o not in inside))
+    sizes = [node for node in read if node.target is size_of]
+    inputs = list(dict.fromkeys(o for node in read for o in (node.all_input_nodes if node in sizes else [node])))
+    inputs = [node for node in inputs if node not in inside]
     results = [n for n in stretch if isinstance(values[n], Tensor) and any(user not in inside for user in n.users)]
     views = _views_among(results, inside)
     outputs = [node for node in results if node not in views]
     body = fx.Graph()
     env = {node: body.placeholder(f"x{i}") for i, node in enumerate(inputs)}
-    for i, node in enumerate(stretch):
+    for i, node in enumerate(_with_sizes(stretch, sizes)):
         env[node] = body.node_copy(node, env.__getitem__)
         env[node].target = formulas.get(node.target, node.target)
         env[node].name = f"v{i}"
@@ -99,13 +103,27 @@ def _add_region(
     body.output(tuple(env[node] for node in outputs))
     examples = [values[node] for node in inputs]
     kinds = tuple(_kind(example) for example in examples)
-    region = _region(_Stretch(compiler, str(body), kinds, body, examples, owned_by(inside, outputs)))
+    unsized = tuple(map(unsized_dims, inputs))
+    region = _region(_Stretch(compiler, str(body), kinds, body, examples, unsized, owned_by(inside, outputs)))
     called = graph.call_function(region, tuple(new[node] for node in inputs))
     for i, node in enumerate(outputs):
         new[node] = graph.call_function(operator.getitem, (called, i))
         new[node].meta = dict(node.meta)
     for node in itertools.chain.from_iterable(views.values()):
         new[node] = graph.node_copy(node, new.__getitem__)
+
+
+def _with_sizes(stretch: Sequence[fx.Node], sizes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """`stretch`, each of `sizes` after the tensor of which it is one."""
+    remaining, inside, before = list(sizes), set(stretch), set[fx.Node]()
+    for node in (None, *stretch):
+        if node is not None:
+            yield node
+            before.add(node)
+        for size in list(remaining):
+            if all(o in before or o not in inside for o in size.all_input_nodes):
+                remaining.remove(size)
+                yield size
 
 
 def _views_among(results: Sequence[fx.Node], inside: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -144,8 +162,8 @@ def _may_join(node: fx.Node) -> bool:
         return False
     if node.target in HOOKS or node.target is counted:
         return False
-    if node.target is size_of or is_unsized(node) or any(map(is_unsized, node.all_input_nodes)):
-        return False  # it would be compiled for one number of rows
+    if node.target is size_of or node.target in EXPECTING:
+        return False
     return node.target is not operator.getitem or _may_join(node.all_input_nodes[0])
 
 

@@ -12,7 +12,8 @@ from zoo import CASES
 import partway as pw
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.ops.collectives import convert, convert_group
-from partway.runtime import Simulator
+from partway.runtime import Simulator, torch_internals
+from partway.runtime.code import inductor
 from partway.runtime.code.assemble import assemble_code
 from partway.runtime.code.inductor import compile_regions, example
 from partway.runtime.code.instructions import ConvertLayout
@@ -27,7 +28,7 @@ class Compiler:
     def __init__(self):
         self.seen = []
 
-    def __call__(self, module, examples):
+    def __call__(self, module, examples, unsized):
         self.seen.append(module)
         return module.forward
 
@@ -223,6 +224,53 @@ def test_a_sum_over_ranks_is_written_into_what_a_stretch_has_made():
     steps = assemble_code(made, "forward").instructions
     owned = [step.relayout.owned for step in steps if isinstance(step, ConvertLayout)]
     assert owned == [(True,)] * 3
+
+
+class Mixture(nn.Module):
+    def __init__(self, to=None):
+        super().__init__()
+        self.gate = nn.Linear(8, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(8, 8, 16) / 3), nn.Parameter(torch.randn(8, 16, 8) / 4)
+        self.register_buffer("bias", torch.zeros(8))
+        if to is not None:
+            self.bias[to] = 100.0
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        ids = (scores + self.bias).topk(1, -1).indices
+        rows, ends, where = pw.ops.dispatch(x, ids, 8)
+        made = pw.ops.grouped_matmul(rows * rows.tanh(), self.up, ends)
+        made = pw.ops.grouped_matmul(nn.functional.silu(made).square() + made, self.down, ends)
+        return pw.ops.combine(made.exp() - 1, where, scores.gather(1, ids))
+
+
+@pytest.mark.parametrize("to", [None, 5])
+def test_rows_of_experts_are_compiled_for_any_number(to, monkeypatch):
+    """With `to` all tokens go to one rank, and the others have no row."""
+    unsized, compile_it = [], torch_internals.inductor
+
+    def noted(module, examples, dims=()):
+        unsized.append(any(dims))
+        return compile_it(module, examples, dims)
+
+    monkeypatch.setattr(inductor, "_region", inductor._region.__wrapped__)
+    monkeypatch.setattr(compile_regions, "__defaults__", (noted,))
+    torch.manual_seed(0)
+    plain = Mixture(to).double()
+    model = copy.deepcopy(plain)
+    experts = {"up": ("x", None, None), "down": ("x", None, None)}
+    with pw.auto_parallel_context(backend="inductor"):
+        sharded = pw.shard(model, (("x", None),), mesh={"x": 4}, parameter_plan=experts)
+        for _ in range(2):
+            x = torch.randn(32, 8, dtype=torch.float64)
+            found, expected = (call(x).square().sum() for call in (sharded, plain))
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            found.backward()
+            expected.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        whole = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+        torch.testing.assert_close(whole, other.grad, rtol=1e-11, atol=1e-12)
+    assert any(unsized)
 
 
 def in_a_process():

@@ -137,7 +137,9 @@ def same(mesh, idiom, k=2, batch=8, length=4, accumulate=1, to=None, experts=Non
     sharded = pw.shard(model, ((axes or None, None, None),), mesh=mesh, parameter_plan=plan)
     losses, state = trained(sharded, model, batches, accumulate)
     expected, states = trained(plain, plain, batches, accumulate)
-    mixtures = [o for o in sharded.plan.operators if o.operator in ("partway.dispatch.default", "partway.combine.default")]
+    mixtures = [
+        o for o in sharded.plan.operators if o.operator in ("partway.dispatch.default", "partway.combine.default")
+    ]
     assert len(mixtures) == 4
     found = {o.strategy for o in mixtures}
     assert once is None or found == {once}, found
@@ -158,7 +160,7 @@ def test_every_idiom_trains_as_on_one_device(idiom, mesh):
 def without_latency(folder):
     """The path of a profile with a network that sends small messages as cheaply as large ones."""
     profile = profile_of("h100")
-    none = {kind: 0.0 for kind in type(profile.levels[0].latency).__dataclass_fields__}
+    none = dict.fromkeys(type(profile.levels[0].latency).__dataclass_fields__, 0.0)
     levels = tuple(
         level.model_copy(update={"launch": 0.0, "latency": type(level.latency)(**none)}) for level in profile.levels
     )
@@ -187,7 +189,9 @@ def scaled(monkeypatch, ways):
         monkeypatch.setattr(rules, name, priced(way, getattr(rules, name)))
     every = rules._ways
     monkeypatch.setattr(
-        rules, "_ways", lambda *given: every(*given[:3], {k: v for k, v in given[3].items() if k != "expert"}, *given[4:])
+        rules,
+        "_ways",
+        lambda *given: every(*given[:3], {k: v for k, v in given[3].items() if k != "expert"}, *given[4:]),
     )
 
 
