@@ -104,9 +104,10 @@ def _padded(b: Builder, node: fx.Node) -> fx.Node | None:
         return b(aten.constant_pad_nd.default, x, [0, more]) if more else x
 
     scale = argument(node, "scale")
-    given = {"query": wide(q), "key": wide(k), "value": wide(v), "scale": width**-0.5 if scale is None else scale}
-    args, kwargs = replaced(node, node.args, dict(node.kwargs), **given)
-    return b(aten.slice.Tensor, b(node.target, *args, **kwargs), -1, 0, of_values)
+    args, kwargs = replaced(node, node.args, dict(node.kwargs), query=wide(q), key=wide(k), value=wide(v))
+    kwargs["scale"] = width**-0.5 if scale is None else scale
+    out = b(node.target, *args, **kwargs)
+    return b(aten.slice.Tensor, out, len(shape(out)) - 1, 0, of_values)
 
 
 def _repeated(b: Builder, x: fx.Node, heads: int) -> fx.Node:

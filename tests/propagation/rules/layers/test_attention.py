@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from expansions import check, randn, run
 
+import partway as pw
 from partway.propagation.capture.capture import capture
 
 aten = torch.ops.aten
@@ -38,6 +39,30 @@ def test_attention(lab, options, p):
     graph = check(lab, attention, randn(2, 3, 5, 4), randn(2, 3, 5, 4), randn(2, 3, 5, 4))
     whole = aten.scaled_dot_product_attention.default in {node.target for node in graph.nodes}
     assert whole == (p == 0)
+
+
+@pytest.mark.parametrize(("width", "of_values"), [(6, 4), (4, 6)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2}, {"enable_gqa": True}, {"masked": True}])
+def test_values_of_another_width(lab, width, of_values, options):
+    options = dict(options)
+    heads, mask = 3, torch.ones(5, 5, dtype=torch.bool).tril() if options.pop("masked", False) else None
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+    queries = heads * (2 if options.get("enable_gqa") else 1)
+    check(lab, attention, randn(2, queries, 5, width), randn(2, heads, 5, width), randn(2, heads, 5, of_values))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_with_values_of_another_width_no_scores_are_held(device):
+    length = 512
+    q, k, v = (torch.randn(1, 2, length, w, device=device, requires_grad=True) for w in (24, 24, 16))
+    model = pw.shard(
+        lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v).sum(), mesh={"x": 2}, in_strategy=((None,) * 4,) * 3
+    )
+    model.prepare(q, k, v)
+    assert model.plan.memory.total < 2 * length * length * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}])
