@@ -232,7 +232,7 @@ def test_these_are_the_public_names():
         (pw.data.distributed_sampler, "(dataset, part, *, shuffle=True, seed=0, drop_last=False, dim=0)"),
         (pw.data.web_dataset, "(urls, part, *, seed, resampled=False, shuffle_shards=True, dim=0, allow=())"),
         (pw.Plan.table, "(self, *, every=False, rows=None, width=180)"),
-        (pw.Plan.explain, "(self, name, *, alternatives=8)"),
+        (pw.Plan.explain, "(self, name, *, alternatives=8, loads=())"),
         (pw.Plan.summary, "(self)"),
         (pw.Plan.save, "(self, path)"),
         (pw.Plan.load, "(path)"),

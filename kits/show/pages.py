@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from partway.commands import SavedCall, differences, saved_calls, strategies
-from partway.propagation.plan import Origin, Plan, ScheduleSpan, text
-from partway.propagation.plan.load import ExpertLoad, loads_of
+from partway.propagation.plan import ExpertLoad, Origin, Plan, ScheduleSpan, loads_of, text
 from partway.show.page.document import Section, Shown, document
 from partway.show.page.facts import Said, said
 from partway.show.page.load import load_sections

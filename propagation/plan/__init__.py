@@ -8,6 +8,7 @@ data            the contents of a plan: tensors, operators, memory, the certific
 report          the table and the totals
 explain         the reasons for an operator, a module or a tensor; alternatives finds other plans by searching again
 curve           the cost of memory, and its picture
+load            the rows that experts got, and the operators of a plan that they belong to
 planned_graph   the operators and what they read, for networkx
 plan_files      a plan as a JSON file, checked when it is read
 replay          whether a plan fits a graph, and the Solution that it stands for there
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from .alternatives import Alternatives, Origin, ScheduleSpan
 from .data import Memory, OperatorPlan, PlanData, Producer, ProducerKind, TensorPlan
+from .load import ExpertLoad, loads_of
 from .plan import Plan
 from .planned_graph import placed_reads
 from .report import text
 
 __all__ = [
     "Alternatives",
+    "ExpertLoad",
     "Memory",
     "OperatorPlan",
     "Origin",
@@ -34,6 +37,7 @@ __all__ = [
     "ProducerKind",
     "ScheduleSpan",
     "TensorPlan",
+    "loads_of",
     "placed_reads",
     "text",
 ]

@@ -43,5 +43,5 @@ def test_a_rank_expects_its_share_of_the_rows():
 
 
 def test_rows_are_placed_by_token_or_by_expert():
-    with pytest.raises(StrategyError, match="takes 'token' or 'expert', not 'row'"):
+    with pytest.raises(StrategyError, match="takes 'token', 'expert' or 'copy', not 'row'"):
         Routed("row")

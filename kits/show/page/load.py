@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from partway.propagation.plan.load import ExpertLoad
+from partway.propagation.plan import ExpertLoad
 from partway.show.page.document import Section
 from partway.show.page.markup import safe
 from partway.show.page.tables import find, table
