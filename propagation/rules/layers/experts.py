@@ -257,7 +257,7 @@ def _cuts(emit: Emitter, experts: int) -> _Cuts:
 def _local_dispatch(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, ids, experts, *rest = args
     weights = rest[0] if rest else kwargs.get("weights")
-    each, cuts, sent_once = emit.shapes.operands[1][1], _cuts(emit, experts), []
+    each, cuts, sent_once = emit.shapes.operands[1][1], _cuts(emit, experts), list[fx.Node]()
     if ONCE in emit.split:
         x, ids, weights, sent_once = _copied(emit, x, ids, weights, experts)
     digits = _digits(emit, experts, EXPERT, ONCE)
@@ -314,7 +314,7 @@ def _sent_once(emit: Emitter, experts: int) -> int:
     """The tokens that a rank expects to send, or to get, once for each part of the experts."""
     tokens, each = emit.shapes.operands[-1 if emit.node.target is combine else 1]
     parts = _cuts(emit, experts).copies
-    copies = min(parts, _copies(each, experts, parts) * Fraction(emit.expert_load or 1.0))
+    copies = min(Fraction(parts), _copies(each, experts, parts) * Fraction(emit.expert_load or 1.0))
     return math.ceil(tokens * copies) + emit.more
 
 
