@@ -3,6 +3,7 @@
 gradients   all_reduce and reduce_scatter, in the backward: a group is issued when its last member is ready
 weights     all_gather, in the forward, and in the backward where weights are gathered again: a group is issued
             when the group before it is first used, so that at most two groups of whole weights are held
+exchanges   of the rows of a mixture of experts: other operators run meanwhile (`exchanges.py`)
 updates     all_reduce of buffer updates, such as BatchNorm's running statistics with statistics of each part of the
             batch (`batch_norm_parts`): issued in the forward when their operands are ready, and read after all
             other operators
@@ -32,6 +33,7 @@ from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
 from .cycles import split_cycles
 from .events import Costs, events_of
+from .exchanges import hide_exchanges
 from .members import Groups, Key, Member
 from .modes import Fusion, FusionPolicies
 from .policy import Offers
@@ -49,6 +51,10 @@ def fuse_program(program: Program, policies: FusionPolicies) -> Program:
     program = _updates_last(program, policies.allreduce)
     if program.backward is not None:
         program = replace(program, backward=fuse(program.backward, parameters, policies, mesh, profile))
+    if any(Kind.ALL_TO_ALLV in (c.kind("forward"), c.kind("backward")) for c in program.conversions):
+        program = program.with_values()
+        hidden = {phase: hide_exchanges(module, mesh, profile) for phase, module in program.phases.items()}
+        program = replace(program, **hidden)
     return program
 
 
