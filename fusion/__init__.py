@@ -7,6 +7,7 @@ fuse      start here: the pass groups nodes and decides when they are issued
 modes     the table of policies, and the options that users write (`Fusion`, `FusionPolicies`)
 policy    the interface of a policy; by_size, by_index and by_overlap are the policies
 members   the collectives that policies group; cycles keeps groups from waiting for themselves
+exchanges the order of operators around exchanges of rows
 events    a backward for by_overlap, with gradient_overlap and weight_overlap for its two searches
 """
 

@@ -53,8 +53,9 @@ def fuse_program(program: Program, policies: FusionPolicies) -> Program:
         program = replace(program, backward=fuse(program.backward, parameters, policies, mesh, profile))
     if any(Kind.ALL_TO_ALLV in (c.kind("forward"), c.kind("backward")) for c in program.conversions):
         program = program.with_values()
-        hidden = {phase: hide_exchanges(module, mesh, profile) for phase, module in program.phases.items()}
-        program = replace(program, **hidden)
+        program = replace(program, forward=hide_exchanges(program.forward, mesh, profile))
+        if program.backward is not None:
+            program = replace(program, backward=hide_exchanges(program.backward, mesh, profile))
     return program
 
 
