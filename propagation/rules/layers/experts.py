@@ -131,7 +131,9 @@ def _with_routes(
         return every
 
     ways = {TOKEN: routing.tokens, EXPERT: routing.experts}
-    return _with(rule, ways, *(Exchange(way, "", placed(way), _no_hops) for way in ways))
+    # As a factor of its own the experts could be cut in another order than their rows.
+    alone = {rule.experts: 1} if rule.experts else {}
+    return _with(rule, ways | alone, *(Exchange(way, "", placed(way), _no_hops) for way in ways))
 
 
 def _with(rule: Rule, sizes: dict[str, int], *exchanges: Exchange) -> Rule:

@@ -63,6 +63,20 @@ def test_every_way_to_split_rows_gives_the_numbers_of_one_device(mesh, mixture, 
         lab.assert_same(found, expected, str(options[i]), 1e-12)
 
 
+def test_products_of_routed_rows_split_in_every_way_on_two_axes(tensors, lab):
+    problem = lab.problem_of(mixture, tensors, Mesh({"dp": 2, "ep": 2}))
+    expected = lab.value_and_gradients([mixture(*tensors)], list(tensors))
+    vertex, _ = lab.vertices_of(problem, grouped_matmul)
+    options = problem.vertices[vertex].options
+    ways = {way for option in options for way in option.factors}
+    assert ways == {None, "token", "expert", "k", "n"}
+    for i in range(len(options)):
+        chosen = lab.choose(problem, vertex, [i])
+        step = lab.compiled(chosen, dynamic_programming(chosen).choice)
+        found = lab.value_and_gradients(step(lab.call_tensors(problem, mixture, tensors)), list(tensors))
+        lab.assert_same(found, expected, str(options[i]), 1e-12)
+
+
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_products_of_groups_and_values_of_experts_split_in_every_way(mesh, lab):
     """By rows, by experts, and within; groups that are whole on every rank."""
