@@ -174,6 +174,7 @@ def _once_back_hops(many: int, experts: int, wider: Fraction, counts: tuple[int,
 def _copies(many: int, experts: int, parts: int) -> Fraction:
     """The number of parts of the experts that have any of `many` different experts, drawn with equal chances: the mean,
     with so few digits that it is exact in figures."""
+    many = min(many, experts)
     none = Fraction(math.comb(experts - experts // parts, many), math.comb(experts, many))
     return (parts * (1 - none)).limit_denominator(1000)
 

@@ -63,6 +63,24 @@ def test_every_way_to_split_rows_gives_the_numbers_of_one_device(mesh, mixture, 
         lab.assert_same(found, expected, str(options[i]), 1e-12)
 
 
+def test_a_token_may_have_more_slots_than_there_are_experts(lab):
+    torch.manual_seed(0)
+    x, ids = torch.randn(TOKENS, FEATURES), torch.randint(2, (TOKENS, 3))
+    weights = torch.rand(TOKENS, 3)
+
+    def twice(x, ids, weights):
+        rows, _, where = dispatch(x, ids, 2)
+        return combine(rows.tanh(), where, weights)
+
+    problem = lab.problem_of(twice, (x, ids, weights), Mesh({"x": 2}))
+    (vertex,) = lab.vertices_of(problem, dispatch)
+    once = [i for i, option in enumerate(problem.vertices[vertex].options) if option.factors == ("once",)]
+    chosen = lab.choose(problem, vertex, once)
+    step = lab.compiled(chosen, dynamic_programming(chosen).choice)
+    found = step(lab.call_tensors(problem, twice, (x, ids, weights)))[0]
+    torch.testing.assert_close(found, twice(x, ids, weights))
+
+
 def test_products_of_routed_rows_split_in_every_way_on_two_axes(tensors, lab):
     problem = lab.problem_of(mixture, tensors, Mesh({"dp": 2, "ep": 2}))
     expected = lab.value_and_gradients([mixture(*tensors)], list(tensors))
