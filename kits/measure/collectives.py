@@ -328,7 +328,8 @@ def fit(samples: Sequence[Sample], inside: NetworkLevel | None = None, trees: bo
             here = 0 if inner[i] else _at_this_level(s, trees)
             matrix[i, 1 + len(kinds) + rings.index((s.kind, s.sizes[-1]))] = here
             rest[i] -= waiting + per_byte * s.payload * inner[i]
-        weight = 1 / np.sqrt([s.seconds for s in samples])
+        seconds = np.array([s.seconds for s in samples])
+        weight = 1 / np.sqrt(seconds * seconds.min())  # targets of 1 or more, as `nonnegative` needs
         solution = nonnegative(matrix * weight[:, None], rest * weight)
         latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
         bandwidth = {}
