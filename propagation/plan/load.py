@@ -18,7 +18,7 @@ class ExpertLoad:
 
     layer       the path of its module, and its name in the graph
     by_expert   the rows of each expert
-    by_device     the rows of each part of the experts that lies on a device of its own
+    by_device   the rows of each part of the experts that lies on a device of its own
     """
 
     layer: str

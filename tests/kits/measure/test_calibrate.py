@@ -103,6 +103,14 @@ def test_a_fit_is_never_negative() -> None:
     assert found.bandwidth[Kind.ALL_GATHER, 2] == pytest.approx(1e9, rel=0.1)
 
 
+def test_a_link_that_bursts_has_the_bandwidth_of_large_payloads() -> None:
+    """256 KB pass at once, as through a token bucket."""
+    rate, burst = 62.5e6, 1 << 18
+    payloads = [1 << 10, 1 << 15, 1 << 20, 1 << 22, 1 << 24]
+    measured = [Sample(Kind.ALL_GATHER, (2,), payload, 1e-3 + max(payload - burst, 0) / rate) for payload in payloads]
+    assert fit(measured).bandwidth[Kind.ALL_GATHER, 2] == pytest.approx(rate, rel=0.05)
+
+
 def test_where_more_bytes_take_no_longer_the_largest_payload_gives_the_bandwidth() -> None:
     measured = [Sample(Kind.ALL_GATHER, (2,), payload, 1e-3 - payload * 1e-12) for payload in PAYLOADS]
     assert fit(measured).bandwidth == {(Kind.ALL_GATHER, 2): PAYLOADS[-1] / measured[-1].seconds}
