@@ -985,6 +985,73 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
     ),
+    "Rows of experts reach their experts, and come back": (
+        *of_file(
+            "propagation/rules/layers/experts.py",
+            (
+                "the slots of tokens that were sent once are no rows of an exchange",
+                "replace(rows, copy=_COPY)", "rows",
+                "propagation/rules/layers/test_experts.py::test_every_way_to_split_rows_gives_the_numbers_of_one_device",
+            ),
+            (
+                "experts are not cut in another order than their rows",
+                "alone = {rule.experts: 1} if rule.experts else {}", "alone = {}",
+                "propagation/rules/layers/test_experts.py::test_products_of_routed_rows_split_in_every_way_on_two_axes",
+            ),
+            (
+                "experts are cut over all axes with an option by expert, in the order of the mesh",
+                "for axis, size in _sizes(emit, *BY_EXPERT).items():", "for axis, size in _sizes(emit, *ways).items():",
+                "propagation/rules/layers/test_experts.py::test_every_way_to_split_rows_gives_the_numbers_of_one_device",
+            ),
+        ),
+        *of_file(
+            "propagation/ops/experts.py",
+            (
+                "an expert that there is not is refused",
+                "_check_range(flat, experts)\n", "pass\n",
+                "propagation/ops/test_experts.py::test_an_expert_that_there_is_not_is_refused",
+            ),
+        ),
+        *of_file(
+            "propagation/capture/rewrites/experts.py",
+            (
+                "a mixture whose rows something else reads stays as it is",
+                "self._check_readers(end)\n", "pass\n",
+                "propagation/capture/rewrites/test_experts.py::test_what_is_not_recognised_stays_as_it_is[ReadsRows]",
+            ),
+            (
+                "rows that are read with and without their weights stay as they are",
+                "if self.weighted is not None and _is_read(self._rows):", "if False:",
+                "propagation/capture/rewrites/test_experts.py::test_what_is_not_recognised_stays_as_it_is[WeightedAndNot]",
+            ),
+            (
+                "rows that are sorted by descending expert stay as they are",
+                'argument(node, "descending") or len(shape(what)) != 1', "len(shape(what)) != 1",
+                "propagation/capture/rewrites/test_experts.py::test_what_is_not_recognised_stays_as_it_is[Descending]",
+            ),
+        ),
+        *of_file(
+            "fusion/exchanges.py",
+            (
+                "random operators keep their order",
+                "\n        and not draws_random_numbers(node)", "",
+                "fusion/test_exchanges.py::test_collectives_and_random_operators_keep_their_order_but_for_exchanges",
+            ),
+            (
+                "collectives keep their order, but for exchanges",
+                "return not kind_of(*node.args[1:3]).communicates  # type: ignore[arg-type]", "return True",
+                "fusion/test_exchanges.py::test_collectives_and_random_operators_keep_their_order_but_for_exchanges",
+            ),
+        ),
+        *of_file(
+            "runtime/torch_internals.py",
+            (
+                "compiled code does not run with numbers of rows that it does not allow",
+                "return run(*inputs) if allowed else module(*inputs)", "return run(*inputs)",
+                "models/test_inductor.py::test_rows_whose_numbers_the_code_does_not_allow_run_without_it",
+            ),
+        ),
+    ),
 }  # fmt: skip
 
 

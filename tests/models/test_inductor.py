@@ -273,6 +273,17 @@ def test_rows_of_experts_are_compiled_for_any_number(to, monkeypatch):
     assert any(unsized)
 
 
+def test_rows_whose_numbers_the_code_does_not_allow_run_without_it():
+    """The two sizes were one when it was compiled."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, y)),))
+    compiled = torch_internals.inductor(fx.GraphModule({}, graph), [torch.randn(5, 4)] * 2, ((0,), (0,)))
+    for rows, others in ((5, 5), (9, 9), (0, 0), (1, 1), (1, 9), (9, 1)):
+        one, other = torch.randn(rows, 4), torch.randn(others, 4)
+        assert torch.equal(compiled(one, other)[0], one + other)
+
+
 def in_a_process():
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double(), torch.rand(8, 8).double()

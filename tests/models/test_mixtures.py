@@ -68,13 +68,13 @@ def check(name, implementation, mesh):
         assert difference <= 1e-5 * gradients[parameter].abs().max() + 1e-9, parameter
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 def test_mixtral_is_dispatched_and_combined(implementation):
     check("Mixtral", implementation, {"dp": 4})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize("name", OF)
 def test_six_mixtures_train_as_on_one_device(name, implementation, mesh):

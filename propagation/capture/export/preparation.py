@@ -84,6 +84,7 @@ def prepared(fn: Callable[..., Any], device: torch.device | None, checked: bool)
     with (
         _plain_parameters(fn, device),
         _tensor_momenta(fn),
+        _grouped_experts(fn),
         _conversions(fn),
         contextlib.nullcontext() if checked else _unchecked_distributions(),
         recorded(),
@@ -142,7 +143,23 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any]) -> Iterator[None]:
+def _grouped_experts(fn: Callable[..., Any]) -> Iterator[None]:
+    """While a module is captured, mixtures of transformers that loop over the experts that are hit ("eager") compute
+    the same by products of groups: how often that loop runs depends on the values of tensors."""
+    transformers: Any = sys.modules.get("transformers.integrations.moe")
+    modules: list[Any] = list(fn.modules()) if transformers and isinstance(fn, torch.nn.Module) else []
+    loops = [m for m in modules if hasattr(m, "is_transposed") and _experts_of(m) == "eager"]
+    with _with_methods(loops, "forward", transformers.grouped_mm_experts_forward if loops else None):
+        yield
+
+
+def _experts_of(module: Any) -> str | None:
+    """The name of transformers for the way in which `module` computes its experts."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+@contextlib.contextmanager
+def _with_methods(modules: Sequence[Any], name: str, method: Any) -> Iterator[None]:
     """Inside the block, replace the method `name` of `modules` by `method`, except where an instance has its own."""
     changed = [module for module in modules if name not in vars(module)]
 
