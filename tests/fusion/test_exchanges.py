@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from round_profile import FLAT, profile_with
 from torch import fx, nn
 
 import partway as pw
@@ -15,7 +16,6 @@ from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.ops.collectives import convert, kind_of
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind
-from round_profile import FLAT, profile_with
 
 EXPERTS, K = 16, 4
 SLOW = {**FLAT, "latency": 0, "launch": 0, "bandwidth": 1e6}
