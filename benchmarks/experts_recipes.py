@@ -1,16 +1,17 @@
 """Plans of large mixtures of experts beside the recipe by which people train them.
 
-    python benchmarks/experts_recipes.py [--only Qwen3] [--level 2]
+    python benchmarks/experts_recipes.py [--only Qwen3] [--level 0]
 
 The cases are those of plan_time.py with mixtures: all layers, on the meta device, the batch over all devices. The
-recipe is that of DeepSeek-V3's report and of Megatron's and torchtitan's examples without pipelines: experts over the
-axis of neighbouring devices, and tokens exchanged there; everything else is data parallel, with parameters at rest in
-parts. Only the experts are pinned, so that its figures are those of the best plan with this recipe. Both are priced
-by one profile.
+recipe is that of DeepSeek-V3's report (64 parts of the experts) and of Megatron's example for Qwen3-30B-A3B (8),
+without pipelines: experts over as many neighbouring devices, and tokens exchanged there; everything else is data
+parallel, with parameters at rest in parts. Only the experts are pinned, so that its figures are those of the best plan
+with this recipe. Both are priced by one profile.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +28,16 @@ from partway.propagation.graph.graph import differentiated
 from partway.strategy import Mesh, StrategyError
 
 EXPERTS = ("*experts.gate_up_proj", "*experts.down_proj")
+PARTS = {"Qwen3-30B-A3B": 8, "DeepSeek-V3": 64}
+
+
+def recipe(case: Case) -> dict[str, Any]:
+    """The split of experts: over the fewest inner axes that have as many devices as there are PARTS."""
+    mesh, own = Mesh.of_sizes(case.sizes), list[str]()
+    for axis in reversed(mesh.axes):
+        if math.prod(mesh.size(each) for each in own) < PARTS[case.model]:
+            own.insert(0, axis)
+    return dict.fromkeys(EXPERTS, (tuple(own), None, None))
 
 
 def figures(case: Case, plan: dict[str, Any] | None, level: int) -> tuple[float, float, float, float] | str:
@@ -43,16 +54,15 @@ def figures(case: Case, plan: dict[str, Any] | None, level: int) -> tuple[float,
 
 def main(
     only: Annotated[str, typer.Option(help="run the cases whose name contains this")] = "",
-    level: Annotated[int, typer.Option(help="of the search")] = 2,
+    level: Annotated[int, typer.Option(help="of the search")] = 0,
 ) -> None:
     """Print the figures of each plan over those of the recipe."""
     shown = Table("case", "plan", "cost", "step, s", "sent, GB", "held, GB", title="plans and recipes", box=SIMPLE_HEAD)
     console = Console(width=160)
     for case in (case for case in CASES if case.each and only in case.name):
-        inner = Mesh.of_sizes(case.sizes).axes[-1]
         found = {
             "searched": figures(case, None, level),
-            "recipe": figures(case, dict.fromkeys(EXPERTS, (inner, None, None)), level),
+            "recipe": figures(case, recipe(case), level),
         }
         for name, each in found.items():
             texts = (each, "", "", "") if isinstance(each, str) else (

@@ -9,5 +9,7 @@ needs.py            the tensors of each call that its backward reads
 stretches.py        the stretches of the graph that are recomputed one at a time
 fates.py            the fates of results after the forward, one row each
 keeping.py          options with their fates
+paths.py            who reads whose results
+reader.py           the fates, costs and bytes of a choice
 backward_memory.py  the bytes that a device then holds, operator by operator; gradients.py counts those of gradients
 """

@@ -27,22 +27,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost.conversion import Floats
-from ..graph.port import Role
-from ..problem.problem import VertexKind
-from .fates import Stay
+from ..cost.conversion import Codes, Floats
 from .gradients import gradients
-from .held import Held, Life, Moment, Purpose, added_up
-from .keeping import KeepProblem, Kept
+from .held import Held, Lives, Moment, Purpose, summed
+from .keeping import KeepProblem
+from .reader import Conversions, Flags, Kept
 
 
 def timeline(problem: KeepProblem, kept: Kept) -> Held:
     """The bytes held under a choice of `problem` and its fates: at the moments of the backward of each vertex, and then
     at those of the forward of each."""
-    found = _Lives(problem, kept)
+    found = _Timeline(problem, kept)
     names = [vertex.name for vertex in problem.problem.vertices]
     phases = {"backward": found.backward, "forward": found.forward}
-    every = [added_up(lives, len(names)) for lives in phases.values()]
+    every = [summed(lives, len(names)) for lives in phases.values()]
     return Held(
         [Moment(phase, name, name) for phase in phases for name in names],
         {purpose: np.concatenate([each[purpose] for each in every]) for purpose in Purpose},
@@ -56,10 +54,10 @@ def at_vertices(held: Held) -> Floats:
 
 
 @dataclass(slots=True)
-class _Reads:
-    """The readers of the memory of a vertex's result.
+class _Readers:
+    """Of each vertex's result, who reads its memory.
 
-    until              the last one in the forward, through hubs and views
+    until              the last reader in the forward, through hubs and views
     nearest            the last one that reads the result itself
     earliest, latest   of those in the backward; the number of vertices, and -1, if there are none
     start              the vertex of the backward at which it would be computed again; -1 if nothing needs it
@@ -68,108 +66,112 @@ class _Reads:
     inside             the memory is that of its producer's result, which is kept: of a hub without a conversion
     """
 
-    until: int
-    earliest: int
-    nearest: int = 0
-    latest: int = -1
-    start: int = -1
-    viewed: bool = False
-    stays: bool = False
-    inside: bool = False
+    until: Codes
+    earliest: Codes
+    nearest: Codes
+    latest: Codes
+    start: Codes
+    viewed: Flags
+    stays: Flags
+    inside: Flags
 
 
-class _Lives:
+def _readers(problem: KeepProblem, fates: Codes, found: Conversions) -> _Readers:
+    """Follow reads, from the last vertex to the first: those of a view, and of a hub without memory of its own, are
+    reads of the memory of their producer."""
+    paths, count = problem.paths, len(fates)
+    reader = problem.reader
+    keeps, runs, same = reader.keeps[fates].tolist(), reader.runs[fates].tolist(), found.same.tolist()
+    hubs, views, owns = reader.hub.tolist(), reader.view.tolist(), reader.own.tolist()
+    until, nearest, earliest = list(range(count)), [0] * count, [count] * count
+    latest, start = [-1] * count, [-1] * count
+    viewed, stays, inside = ([False] * count for _ in range(3))
+    for i in reversed(range(count)):
+        hub, view, entering = hubs[i], views[i], paths.entering[i]
+        if hub:
+            ((number, producer, _),) = entering
+            inside[i] = keeps[producer] and same[number]
+        start[i] = max(start[i], latest[i], i if owns[i] else -1)
+        passes = view or inside[i] or (hub and not keeps[i])
+        staying = (hub and keeps[i]) or (stays[i] and (hub or view))
+        seen = until[i] if hub or view else i
+        for number, producer, read in entering:
+            nearest[producer] = max(nearest[producer], i)
+            until[producer] = max(until[producer], seen)
+            if read:
+                earliest[producer] = min(earliest[producer], i)
+                latest[producer] = max(latest[producer], i)
+            if passes:
+                earliest[producer] = min(earliest[producer], earliest[i])
+                latest[producer] = max(latest[producer], latest[i])
+                viewed[producer] |= view and latest[i] >= 0
+            if runs[i]:
+                start[producer] = max(start[producer], start[i])
+            if staying and same[number]:
+                stays[producer] = True
+    return _Readers(*(np.array(each) for each in (until, earliest, nearest, latest, start, viewed, stays, inside)))
+
+
+class _Timeline:
     """The lives of all tensors under a choice, in the backward and in the forward."""
 
     def __init__(self, problem: KeepProblem, kept: Kept) -> None:
-        self.p, self.choice, self.keeping = problem, kept.choice, kept.keeping
-        self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
-        self.found = [problem.converted(edge, kept.choice) for edge in self.edges]
-        self.reads = [_Reads(until=i, earliest=len(self.vertices)) for i in range(len(self.vertices))]
-        self._read()
-        self.forward: list[Life] = []
-        values = gradients(problem, self.found)
-        self.backward = [Life(Purpose.VALUES, value.end, value.start, value.size) for value in values]
-        for i, vertex in enumerate(self.vertices):
-            if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
-                self._port(i)
-            else:
-                self._made(i)
-        for number in range(len(self.edges)):
-            self._converted(number)
+        self.p, self.reader, self.choice = problem, problem.reader, np.array(kept.choice, dtype=np.intp)
+        self.fates = self.reader.numbers_of(kept.keeping.fates)
+        self.keeps = self.reader.keeps[self.fates]
+        self.found = self.reader.conversions(self.choice)
+        self.readers = _readers(problem, self.fates, self.found)
+        self.kept, self.again = (np.array(each, dtype=bool) for each in (kept.keeping.kept, kept.keeping.again))
+        self.at, self.count = self.reader.places + self.choice, len(self.choice)
+        self.here, self.to_end = np.arange(self.count), np.full(self.count, self.count)
+        self.backward, self.forward = list[Lives](), list[Lives]()
+        first, last, size = gradients(problem, self.found)
+        self.backward.append(Lives(Purpose.VALUES, first, last, size))
+        self._ports()
+        self._made()
+        self._converted()
 
-    def _read(self) -> None:
-        """Follow reads, from the last vertex to the first: those of a view, and of a hub without memory of its own, are
-        reads of the memory of their producer."""
-        entering: list[list[int]] = [[] for _ in self.vertices]
-        for number, edge in enumerate(self.edges):
-            entering[edge.consumer].append(number)
-        for i in reversed(range(len(self.vertices))):
-            fate, facts, own = self.keeping.fates[i], self.p.facts[i], self.reads[i]
-            hub = self.vertices[i].kind is VertexKind.HUB
-            if hub:
-                (number,) = entering[i]
-                own.inside = self.keeping.fates[self.edges[number].producer].keeps and self.found[number].same
-            own.start = max(own.start, own.latest, i if facts.own else -1)
-            for number in entering[i]:
-                producer = self.reads[self.edges[number].producer]
-                producer.nearest = max(producer.nearest, i)
-                producer.until = max(producer.until, own.until if hub or facts.view else i)
-                if self.p.reads[number]:
-                    producer.earliest, producer.latest = min(producer.earliest, i), max(producer.latest, i)
-                if facts.view or own.inside or (hub and not fate.keeps):
-                    producer.earliest = min(producer.earliest, own.earliest)
-                    producer.latest = max(producer.latest, own.latest)
-                    producer.viewed |= facts.view and own.latest >= 0
-                if fate.runs:
-                    producer.start = max(producer.start, own.start)
-                if ((hub and fate.keeps) or (own.stays and (hub or facts.view))) and self.found[number].same:
-                    producer.stays = True
+    def _add(self, lives: list[Lives], purpose: Purpose, which: Flags, first: Codes, last: Codes, size: Floats) -> None:
+        lives.append(Lives(purpose, first[which], last[which], size[which]))
 
-    def _port(self, i: int) -> None:
-        """Add an input of the call, or a result, which counts in the forward as the result of its operator."""
-        vertex, option, sizes = self.vertices[i], self.choice[i], self.p.sizes(i)
-        held, always = float(vertex.options.held[option]), float(sizes.always[option])
-        if vertex.kind is VertexKind.OUTPUT:
-            self.backward.append(Life(Purpose.RESULTS, 0, None, always))
-            return
-        is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
-        throughout = [
-            Life(Purpose.PARAMETERS if is_parameter else Purpose.INPUTS, 0, None, held),
-            Life(Purpose.OPTIMIZER, 0, None, always - held),
-        ]
-        self.forward += throughout
-        self.backward += throughout
-        self.backward.append(Life(Purpose.GRADIENTS, 0, self.reads[i].nearest, float(sizes.gradient[option])))
+    def _ports(self) -> None:
+        """Add the inputs of the call, and the results, which count in the forward as those of their operators."""
+        held, always = self.reader.held[self.reader.starts + self.choice], self.reader.always[self.at]
+        given, start = self.reader.input, np.zeros(self.count, dtype=np.intp)
+        self._add(self.backward, Purpose.RESULTS, self.reader.output, start, self.to_end, always)
+        parameters = self.p.paths.parameter
+        for lives in (self.forward, self.backward):
+            self._add(lives, Purpose.PARAMETERS, given & parameters, start, self.to_end, held)
+            self._add(lives, Purpose.INPUTS, given & ~parameters, start, self.to_end, held)
+            self._add(lives, Purpose.OPTIMIZER, given, start, self.to_end, always - held)
+        self._add(self.backward, Purpose.GRADIENTS, given, start, self.readers.nearest, self.reader.gradient[self.at])
 
-    def _made(self, i: int) -> None:
-        """Add the results of an operator or a hub, and what its forward keeps beside them."""
-        facts, fate, reads, sizes = self.p.facts[i], self.keeping.fates[i], self.reads[i], self.p.sizes(i)
-        made, beside = float(sizes.made[self.choice[i]]), float(sizes.beside[self.choice[i]])
-        earliest = min(reads.earliest, i) if facts.own else reads.earliest
-        if fate.beside is Stay.BACK:
-            self.backward.append(Life(Purpose.AGAIN, i, max(reads.start, i), beside))
-        elif fate.beside is Stay.THROUGHOUT:
-            self.backward.append(Life(Purpose.KEPT, i, None, beside))
-        read = earliest < len(self.vertices)
-        if fate.results is Stay.BACK and (facts.read or reads.viewed) and read:
-            self.backward.append(Life(Purpose.AGAIN, earliest, max(reads.start, earliest), made))
-        elif fate.keeps and not reads.inside:
-            self.backward.append(Life(Purpose.KEPT, earliest if read else i, None, made))
-        if self.vertices[i].kind is VertexKind.OPERATOR:
-            stays = fate.keeps or reads.stays
-            self.forward.append(Life(Purpose.WORKING, i, None if stays else reads.until, made))
-            self.forward.append(Life(Purpose.WORKING, i, None if fate.beside is Stay.THROUGHOUT else i, beside))
+    def _made(self) -> None:
+        """Add the results of operators and hubs, and what their forwards keep beside them."""
+        reads, here, count = self.readers, self.here, self.count
+        inner = ~(self.reader.input | self.reader.output)
+        made, beside = self.reader.made[self.at], self.reader.beside[self.at]
+        earliest = np.where(self.reader.own, np.minimum(reads.earliest, here), reads.earliest)
+        back, stays = inner & self.reader.beside_back[self.fates], inner & self.reader.beside_stays[self.fates]
+        self._add(self.backward, Purpose.AGAIN, back, here, np.maximum(reads.start, here), beside)
+        self._add(self.backward, Purpose.KEPT, stays, here, self.to_end, beside)
+        read = earliest < count
+        again = inner & self.reader.back_again[self.fates] & (self.reader.read | reads.viewed) & read
+        self._add(self.backward, Purpose.AGAIN, again, earliest, np.maximum(reads.start, earliest), made)
+        own = inner & self.keeps & ~reads.inside
+        self._add(self.backward, Purpose.KEPT, own, np.where(read, earliest, here), self.to_end, made)
+        runs = self.reader.operator
+        last = np.where(self.keeps | reads.stays, count, reads.until)
+        self._add(self.forward, Purpose.WORKING, runs, here, last, made)
+        self._add(self.forward, Purpose.WORKING, runs, here, np.where(stays, count, here), beside)
 
-    def _converted(self, number: int) -> None:
-        """Add the result of a conversion."""
-        found, i = self.found[number], self.edges[number].consumer
-        if self.keeping.kept[number]:
-            self.backward.append(Life(Purpose.KEPT, i, None, found.after))
-        elif self.keeping.again[number] and self.p.reads[number] and found.moves:
-            self.backward.append(Life(Purpose.AGAIN, i, i, found.after))
-        if found.moves:
-            hub = self.vertices[i].kind is VertexKind.HUB
-            stays = self.keeping.kept[number] or (hub and self.keeping.fates[i].keeps)
-            until = self.reads[i].until if hub else i
-            self.forward.append(Life(Purpose.WORKING, i, None if stays else until, found.after))
+    def _converted(self) -> None:
+        """Add the results of conversions."""
+        to, found = self.reader.consumers, self.found
+        hub, to_end = self.reader.hub[to], np.full(len(to), self.count)
+        self._add(self.backward, Purpose.KEPT, self.kept, to, to_end, found.after)
+        again = ~self.kept & self.again & self.reader.reads & found.moves
+        self._add(self.backward, Purpose.AGAIN, again, to, to, found.after)
+        stays = self.kept | (hub & self.keeps[to])
+        last = np.where(stays, self.count, np.where(hub, self.readers.until[to], to))
+        self._add(self.forward, Purpose.WORKING, found.moves, to, last, found.after)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cost.conversion import Floats
+from ..cost.conversion import Codes, Floats
 
 
 class Purpose(StrEnum):
@@ -89,11 +89,31 @@ class Held:
         return {purpose: float(sizes[self.when]) for purpose, sizes in self.by_purpose.items()}
 
 
+class Lives(NamedTuple):
+    """The lives of many tensors, as arrays; the `last` moment of what is there to the end is the number of moments."""
+
+    purpose: Purpose
+    first: Codes
+    last: Codes
+    size: Floats
+
+
 def added_up(lives: Iterable[Life], count: int) -> dict[Purpose, Floats]:
     """The bytes at each of `count` moments, by what they are for."""
-    changes = {purpose: np.zeros(count + 1) for purpose in Purpose}
+    by_purpose: dict[Purpose, list[tuple[int, int, float]]] = {}
     for life in lives:
-        changes[life.purpose][life.first] += life.size
-        if life.last is not None:
-            changes[life.purpose][life.last + 1] -= life.size
-    return {purpose: np.cumsum(change[:-1]) for purpose, change in changes.items()}
+        last = count if life.last is None else life.last
+        by_purpose.setdefault(life.purpose, []).append((life.first, last, life.size))
+    every = ((purpose, *np.array(each).T) for purpose, each in by_purpose.items())
+    return summed(
+        (Lives(p, first.astype(np.intp), last.astype(np.intp), size) for p, first, last, size in every), count
+    )
+
+
+def summed(lives: Iterable[Lives], count: int) -> dict[Purpose, Floats]:
+    """The bytes at each of `count` moments, by what they are for."""
+    changes = {purpose: np.zeros(count + 2) for purpose in Purpose}
+    for purpose, first, last, size in lives:
+        changes[purpose] += np.bincount(first, weights=size, minlength=count + 2)
+        changes[purpose] -= np.bincount(last + 1, weights=size, minlength=count + 2)
+    return {purpose: np.cumsum(change[:count]) for purpose, change in changes.items()}

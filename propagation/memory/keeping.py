@@ -26,12 +26,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
-from ..cost.conversion import Codes, ConversionTable, Floats, once_more
+from ..cost.conversion import Codes, Floats, once_more
 from ..graph.graph import recomputed
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
@@ -41,63 +41,15 @@ from ..problem.problem import Edge, Options, Recompute, SearchProblem, Vertex, V
 from ..torch_internals import OpOverload
 from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs
+from .paths import Paths, paths_of
+from .reader import Keeping, Kept, Reader, conversion, moving
 from .stretches import at_hand, stretches_of
 
 FREE = 1e-3  # the weight of a second of recomputation that counts as free
 CHEAP = 16.0 * FREE  # the passes over a value that may be made to have it again for free
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """The fates of one plan.
-
-    fates   of each vertex
-    again   of each edge whether its conversion runs once more in the backward
-    kept    of each edge whether the converted tensor is kept
-    cost    the weighted cost of computing operators again, except free ones
-    """
-
-    fates: tuple[Fate, ...]
-    again: tuple[bool, ...]
-    kept: tuple[bool, ...]
-    cost: float
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A choice with its fates, its cost, and the bytes that one device holds while each vertex runs, as the prices
-    count them. `prices`: at each vertex, the price of a byte that is kept until the backward reaches it."""
-
-    choice: tuple[int, ...]
-    keeping: Keeping
-    cost: float
-    held: Floats
-    prices: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """One conversion of an edge: its cost once and with a second run, the bytes before and after it, whether it
-    communicates, and whether it does nothing."""
-
-    once: float
-    twice: float
-    before: float
-    after: float
-    moves: bool
-    same: bool
-
-
-def _conversion(table: ConversionTable, here: int, there: int) -> Converted:
-    once = float(table.rows([here])[0, there])
-    twice = float(once_more(table).rows([here])[0, there])
-    return Converted(
-        once, twice, float(table.held[here]), float(table.held[there]), bool(moving(once, twice)), here == there
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class VertexBytes:
+class VertexBytes(NamedTuple):
     """Bytes on one device under each option of a vertex.
 
     made       its results; 0 for an input, a view and an output
@@ -143,6 +95,7 @@ class KeepProblem:
     reads       of each edge whether the backward of its consumer reads its tensor
     at_hand     of each vertex whether it is an input or the hub of one
     barred      of each edge whether its conversion may not run again, and whether its result may not be kept
+    paths       its edges by vertex
     rows        of each vertex the numbers that the options of `problem` have in the whole problem; None: all of them
     """
 
@@ -152,19 +105,11 @@ class KeepProblem:
     reads: tuple[bool, ...]
     at_hand: tuple[bool, ...]
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
+    paths: Paths = field(repr=False)
     rows: tuple[Codes, ...] | None = field(default=None, repr=False)
-    _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
     _alike: dict[object, tuple[VertexBytes, list[tuple[Floats, Floats, Floats]]]] = field(
         default_factory=dict, repr=False
     )
-
-    def converted(self, edge: Edge, choice: Sequence[int]) -> Converted:
-        """The conversion of an edge under the strategies of `choice`."""
-        before, after = edge.between(self.problem.vertices, choice)
-        key = id(edge.table), before, after
-        if key not in self._known:
-            self._known[key] = _conversion(edge.table, before, after)
-        return self._known[key]
 
     @property
     def count(self) -> int:
@@ -179,7 +124,7 @@ class KeepProblem:
     def among(self, rows: list[Codes]) -> KeepProblem:
         """This whole problem with some options of each vertex, by number."""
         only = restricted(self.problem, rows)
-        return replace(self, problem=only, rows=tuple(rows), _known={}, _alike={})
+        return replace(self, problem=only, rows=tuple(rows), _alike={})
 
     def original(self, choice: tuple[int, ...]) -> tuple[int, ...]:
         """`choice` with the numbers of options in the whole problem."""
@@ -201,7 +146,7 @@ class KeepProblem:
             alike: object = (id(vertex.options), facts, later[s], prices[s], earlier[s], at[i])
             if alike not in shared:
                 alone = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
-                work = np.tile(at[i] * self.sizes(i).work, len(facts.fates)) if at[i] else 0.0
+                work = np.tile(at[i] * self.figures(i)[0].work, len(facts.fates)) if at[i] else 0.0
                 shared[alike] = alone + work
             unary.append(shared[alike])
         edges: dict[tuple[int, int], list[tuple[int, object]]] = {}
@@ -210,7 +155,7 @@ class KeepProblem:
             structure = (
                 id(edge.table), id(self.problem.vertices[a].options), id(self.problem.vertices[b].options), edge.result,
                 edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number],
-                self._near(edge), self._is_hub(b), later[s], prices[s], at[b],
+                self.near(edge), self._is_hub(b), later[s], prices[s], at[b],
             )  # fmt: skip
             edges.setdefault((a, b), []).append((number, structure))
         pairs = {}
@@ -239,11 +184,7 @@ class KeepProblem:
     def _places(self) -> Codes:
         return np.array(self.stretches, dtype=np.intp)
 
-    def sizes(self, i: int) -> VertexBytes:
-        """The bytes of vertex i under each option."""
-        return self._columns(i)[0]
-
-    def _columns(self, i: int) -> tuple[VertexBytes, list[tuple[Floats, Floats, Floats]]]:
+    def figures(self, i: int) -> tuple[VertexBytes, list[tuple[Floats, Floats, Floats]]]:
         """The sizes of vertex i, and its figures by fate; vertices that are alike share them."""
         key = id(self.problem.vertices[i].options), self.facts[i]
         if key not in self._alike:
@@ -271,7 +212,7 @@ class KeepProblem:
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each option with each fate, fate by fate. A kept byte costs `kept`, a recomputed one `again`,
         one of a gradient `before`, and one that is there throughout `always`."""
-        sizes, by_fate = self._columns(i)
+        sizes, by_fate = self.figures(i)
         own: Floats = self.problem.vertices[i].options.unary + before * sizes.gradient + always * sizes.always
         return np.concatenate([own + longer + kept * stays + again * back for longer, stays, back in by_fate])
 
@@ -289,7 +230,7 @@ class KeepProblem:
             for fate in facts.fates
         ]
 
-    def _near(self, edge: Edge) -> bool:
+    def near(self, edge: Edge) -> bool:
         """Whether the backward of the consumer has the producer at hand, or in its own stretch."""
         return self.at_hand[edge.producer] or self.stretches[edge.producer] == self.stretches[edge.consumer]
 
@@ -326,7 +267,7 @@ class KeepProblem:
 
     def _is_there(self, fate: Fate, edge: Edge) -> bool:
         """Whether the results of a producer with this fate are there when the backward reaches the consumer."""
-        return fate.keeps or (fate.results is Stay.BACK and self._near(edge))
+        return fate.keeps or (fate.results is Stay.BACK and self.near(edge))
 
     def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
         """The costs of an edge whose converted tensor the backward reads: if it is converted once more, and if the
@@ -342,54 +283,16 @@ class KeepProblem:
 
     # -- of a choice
 
+    @cached_property
+    def reader(self) -> Reader:
+        """The figures of all options in single arrays."""
+        return Reader(self)
+
     def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
         """The choice and fates that the options of `costs(at, between)` with these numbers stand for, and their costs
         without prices. `between` may differ from vertex to vertex."""
         prices = self._by_stretch(at)
-        later = _until(prices)[self._places] + between
-        fates, choice = [], []
-        keeps, agains, gradients = (np.zeros(self.count) for _ in range(3))
-        work, always, cost, repeating = np.zeros(len(numbers)), 0.0, 0.0, 0.0
-        for i, (vertex, number) in enumerate(zip(self.problem.vertices, numbers, strict=True)):
-            place, option = divmod(int(number), len(vertex.options))
-            fate, s = self.facts[i].fates[place], self.stretches[i]
-            fates.append(fate)
-            choice.append(option)
-            sizes, by_fate = self._columns(i)
-            longer, stays, back = by_fate[place]
-            gradients[s] += sizes.gradient[option]
-            always += sizes.always[option]
-            work[i] += sizes.work[option]
-            cost += float(vertex.options.unary[option])
-            keeps[s] += stays[option]
-            agains[s] += back[option]
-            repeating += 0.0 if fate.runs and self.facts[i].free else float(longer[option])
-        again, kept = [], []
-        for number, edge in enumerate(self.problem.edges):
-            found, s = self.converted(edge, choice), self.stretches[edge.consumer]
-            runs_again = is_kept = False
-            work[edge.consumer] += found.before * found.moves
-            if self.reads[number] or fates[edge.consumer].runs:
-                never_again, never_kept = self.barred[number]
-                there = self._is_there(fates[edge.producer], edge) and not (found.moves and never_again)
-                extra = prices[s] * found.after * self.reads[number] if found.moves else 0.0
-                in_backward = found.twice + extra if there else np.inf
-                keeping = found.once + later[edge.consumer] * found.after if found.moves and not never_kept else np.inf
-                runs_again = bool(in_backward <= keeping)
-                is_kept = not runs_again
-                if is_kept:
-                    keeps[s] += found.after
-                elif found.moves:
-                    agains[s] += found.after * self.reads[number]
-            if self._is_hub(edge.consumer) and fates[edge.producer].keeps and fates[edge.consumer].keeps:
-                keeps[s] -= found.after * found.same
-            cost += found.twice if runs_again and found.moves else found.once
-            again.append(runs_again)
-            kept.append(is_kept)
-        held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
-        keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
-        held = held_at[self._places] + work
-        return Kept(tuple(choice), keeping, cost + repeating, held, later)
+        return self.reader.read_off(numbers, prices, _until(prices)[self._places] + between)
 
 
 def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only_free: bool) -> KeepProblem:
@@ -412,7 +315,9 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
             )
         )
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
-    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred)
+    return KeepProblem(
+        problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred, paths_of(problem, reads)
+    )
 
 
 def _until(prices: Floats) -> Floats:
@@ -474,8 +379,8 @@ def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Ke
     """The cost of a choice, with its fates and the conversions that the backward repeats."""
     total = keeping.cost + sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
     for edge, again in zip(problem.edges, keeping.again, strict=True):
-        found = _conversion(edge.table, *edge.between(problem.vertices, choice))
-        total += found.twice if again and found.moves else found.once
+        once, twice, *_, moves, _ = conversion(edge.table, *edge.between(problem.vertices, choice))
+        total += twice if again and moves else once
     return total
 
 
@@ -483,8 +388,3 @@ def seconds_again(problem: SearchProblem, choice: tuple[int, ...], keeping: Keep
     """The additional seconds of the backward for results that are not kept."""
     every = zip(problem.vertices, choice, keeping.fates, strict=True)
     return sum(float(fate.seconds(v.options, problem.settings)[c]) for v, c, fate in every)
-
-
-def moving(once: Any, twice: Any) -> Any:
-    """Whether a conversion with the costs `once`, and `twice` if it runs again, communicates; slices are free."""
-    return twice > once * (1 + 1e-6) + 1e-12

@@ -46,7 +46,7 @@ from ..graph.port import Port, Role
 from ..manual.flows import gradients_inside
 from ..manual.manual import TracedManual
 from ..manual.writing import ManualConversion, written
-from ..memory.keeping import Keeping
+from ..memory.reader import Keeping
 from ..ops.collectives import constrain, convert
 from ..ops.experts import counted
 from ..ops.python.manual import call_manual, manual_of

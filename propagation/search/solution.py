@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from ...strategy.errors import VerifyError
 from ..memory.held import Held
-from ..memory.keeping import Keeping, cost_with_fates
+from ..memory.keeping import cost_with_fates
+from ..memory.reader import Keeping
 from ..minsum.network import Found
 from ..problem.problem import SearchProblem
 

@@ -31,8 +31,9 @@ from ...strategy.errors import DoesNotFitError, StrategyError
 from ..cost.conversion import Codes, Floats
 from ..memory.backward_memory import at_vertices, timeline
 from ..memory.held import Held
-from ..memory.keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
+from ..memory.keeping import CHEAP, KeepProblem, keep_problem
 from ..memory.needs import Needs, needs_of
+from ..memory.reader import Keeping, Kept
 from ..memory.stretches import SHORTEST, stretches_of
 from ..minsum.eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
 from ..minsum.narrow import Narrowing

@@ -1,5 +1,6 @@
 """Which memory the gradients of values take, counted by hand on small graphs."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,9 @@ def found_of(lab, fn, shapes=((4, 8),)):
         problem = lab.choose(problem, i, whole[:1])
     fates = keep_problem(problem, needs_of(problem.graph, problem.tensors.flows), only_free=False)
     choice = dynamic_programming(problem).choice
-    conversions = [fates.converted(edge, choice) for edge in problem.edges]
+    found = gradients(fates, fates.reader.conversions(np.array(choice)))
     names = [vertex.name for vertex in problem.vertices]
-    return [(names[g.start], names[g.end], g.size) for g in gradients(fates, conversions) if g.end < g.start]
+    return [(names[start], names[end], size) for end, start, size in zip(*found, strict=True) if end < start]
 
 
 def is_whole(option):

@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.memory.fates import AGAIN, GONE, KEPT
-from partway.propagation.memory.keeping import Keeping, cost_with_fates, keep_problem, moving, seconds_again
+from partway.propagation.memory.keeping import cost_with_fates, keep_problem, seconds_again
 from partway.propagation.memory.needs import needs_of
+from partway.propagation.memory.reader import Keeping, moving
 from partway.propagation.minsum.eliminate import eliminate
 from partway.propagation.problem.problem import Recompute
 from partway.propagation.search.exact import dynamic_programming
