@@ -29,7 +29,7 @@ import numpy as np
 
 from ..cost.conversion import Codes, Floats
 from .gradients import gradients
-from .held import Held, Lives, Moment, Purpose, summed
+from .held import Held, Lives, Purpose, summed
 from .keeping import KeepProblem
 from .reader import Conversions, Flags, Kept
 
@@ -38,12 +38,9 @@ def timeline(problem: KeepProblem, kept: Kept) -> Held:
     """The bytes held under a choice of `problem` and its fates: at the moments of the backward of each vertex, and then
     at those of the forward of each."""
     found = _Timeline(problem, kept)
-    names = [vertex.name for vertex in problem.problem.vertices]
-    phases = {"backward": found.backward, "forward": found.forward}
-    every = [summed(lives, len(names)) for lives in phases.values()]
+    every = [summed(lives, len(kept.choice)) for lives in (found.backward, found.forward)]
     return Held(
-        [Moment(phase, name, name) for phase in phases for name in names],
-        {purpose: np.concatenate([each[purpose] for each in every]) for purpose in Purpose},
+        problem.paths.moments, {purpose: np.concatenate([each[purpose] for each in every]) for purpose in Purpose}
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from ..graph.nodes import is_view
 from ..graph.port import Role
 from ..problem.problem import SearchProblem, Vertex, VertexKind
+from .held import Moment
 from .reader import Flags
 
 _aten = torch.ops.aten
@@ -48,6 +49,7 @@ class Paths:
     multiplies   whether it multiplies
     input        whether it is an input
     parameter    whether it is a parameter
+    moments      those of the backward and of the forward of every vertex
     """
 
     entering: tuple[list[tuple[int, int, bool]], ...]
@@ -57,6 +59,7 @@ class Paths:
     multiplies: tuple[bool, ...]
     input: tuple[bool, ...]
     parameter: Flags
+    moments: tuple[Moment, ...]
 
 
 def paths_of(problem: SearchProblem, reads: Sequence[bool]) -> Paths:
@@ -80,6 +83,7 @@ def paths_of(problem: SearchProblem, reads: Sequence[bool]) -> Paths:
         tuple(v.kind is VertexKind.OPERATOR and v.node.target is _aten.mul.Tensor for v in vertices),
         tuple(v.kind is VertexKind.INPUT for v in vertices),
         np.array([port is not None and port.role is Role.PARAMETER for port in ports], dtype=bool),
+        tuple(Moment(phase, vertex.name, vertex.name) for phase in ("backward", "forward") for vertex in vertices),
     )
 
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import networkx
 import numpy as np
@@ -136,11 +138,14 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     found: list[tuple[Point, float]] = []
     refused: list[DoesNotFitError] = []
     tell(math.inf, free.bound)  # the known plan does not fit
+    some, ceiling = _promising(whole, free, limit)
     for stretches in _cuts(whole):
         if any(point.cost <= bound * (1 + WIDE_GAP) for point, bound in found):
             break
+        tried = _Search(replace(some, stretches=stretches), limit, first)
         try:
-            found.append(_best(replace(whole, stretches=stretches), free, limit, first))
+            point, bound = _cheapest(replace(whole, stretches=stretches), tried, free)
+            found.append((point, max(free.bound, min(bound, ceiling))))
             tell(min(found, key=_cost)[0].cost, min(found, key=_cost)[1])
         except DoesNotFitError as error:
             refused.append(error)
@@ -173,29 +178,23 @@ def _cuts(whole: KeepProblem) -> Iterator[tuple[int, ...]]:
         yield stretches_of(whole.problem, SHORTEST // 2)
 
 
-def _best(whole: KeepProblem, free: Solution, limit: float, first: Point) -> tuple[Point, float]:
-    """The cheapest plan found, and a bound."""
-    some, ceiling = _promising(whole, free, limit)
-    point, bound = _cheapest(whole, _Search(some, limit, first), free)
-    return point, max(free.bound, min(bound, ceiling))
-
-
 def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepProblem, float]:
     """`whole` with so few options of each vertex that finding the cheapest plan at a price is little work, and a lower
     bound on the cost of a plan with another option. (Keeping less never saves time, so a bound without a limit holds
     under any limit.) The options of `free` are kept, and the most promising ones with and without a price per byte.
     """
-    worth: list[list[Floats]] = []
-    some, dropped = whole, math.inf
-    if max(len(vertex.options) for vertex in whole.problem.vertices) <= FEW_OPTIONS:
-        return some, dropped
-    for many in MANY_OPTIONS:
-        if _is_little_work(some):
-            break
-        worth = worth or [_worth(whole.problem, free, price / limit) for price in (0.0, *PRICES)]
+    few = max(len(vertex.options) for vertex in whole.problem.vertices) <= FEW_OPTIONS
+    if few or _is_little_work(whole):
+        return whole, math.inf
+    worth = [_worth(whole.problem, free, price / limit) for price in (0.0, *PRICES)]
+
+    @cache
+    def among(many: int) -> tuple[KeepProblem, float]:
         rows, dropped = _most_worth(whole.problem, free, worth, many)
-        some = whole.among(rows)
-    return some, dropped
+        return whole.among(rows), dropped
+
+    fewest = bisect_left(MANY_OPTIONS[:-1], True, key=lambda many: _is_little_work(among(many)[0]))
+    return among(MANY_OPTIONS[fewest])
 
 
 def _most_worth(
