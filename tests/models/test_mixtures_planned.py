@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import partway as pw
 from partway.propagation.cost.profile import ByKind, profile_of
@@ -141,6 +142,27 @@ def sent_by_each(ranks, k):
     beside = [] if k == 1 else [there * k * 8, there * k * ITEM]  # the numbers of experts, and weights
     assert sent == [there * WIDTH * ITEM, *beside, back * WIDTH * ITEM]
     assert form_of(sharded.plan) == ("exchange" if k == 1 else "once")
+
+
+class ComputedAgain(Mixture):
+    """All of it is in a call of torch.utils.checkpoint."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("of", [Mixture, ComputedAgain])
+def test_what_is_computed_again_is_not_sent_again(of):
+    model, x = of(8, 1), torch.randn(64, WIDTH)
+    for parameter in (model.up, model.down):
+        nn.init.normal_(parameter, std=0.05)
+    pw.set_algo_parameters(recompute="all")
+    split = dict.fromkeys(("up", "down"), ("x", None, None))
+    sharded = pw.shard(model, (("x", None),), mesh={"x": 4}, parameter_plan=split)
+    with pw.record_collectives() as events:
+        sharded(x).backward()
+    assert [event.kind for event in events].count(Kind.ALL_TO_ALLV) == 4
+    assert "computed again" in sharded.plan.explain("silu")
 
 
 @pytest.mark.gloo
