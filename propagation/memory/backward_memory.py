@@ -157,6 +157,9 @@ class _Timeline:
         self._add(self.backward, Purpose.AGAIN, again, earliest, np.maximum(reads.start, earliest), made)
         own = inner & self.keeps & ~reads.inside
         self._add(self.backward, Purpose.KEPT, own, np.where(read, earliest, here), self.to_end, made)
+        arrived = np.where(self.reader.runs[self.fates], self.reader.arrived[self.at], self.reader.saved[self.at])
+        for lives, purpose in ((self.backward, Purpose.KEPT), (self.forward, Purpose.WORKING)):
+            self._add(lives, purpose, inner, here, self.to_end, arrived)
         runs = self.reader.operator
         last = np.where(self.keeps | reads.stays, count, reads.until)
         self._add(self.forward, Purpose.WORKING, runs, here, last, made)

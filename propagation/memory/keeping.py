@@ -42,7 +42,7 @@ from ..torch_internals import OpOverload
 from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs
 from .paths import Paths, paths_of
-from .reader import Keeping, Kept, Reader, conversion, moving
+from .reader import ChoiceReader, Keeping, Kept, conversion, moving
 from .stretches import at_hand, stretches_of
 
 FREE = 1e-3  # the weight of a second of recomputation that counts as free
@@ -57,6 +57,8 @@ class VertexBytes(NamedTuple):
     work       of an operator the operands and results: the size of its gradients
     gradient   of an input its gradient
     always     of an input, its gradient apart, or a result of the call: what is there throughout
+    arrived    what its own exchanges bring, which stays if it is computed again
+    saved      those of it that its backward reads, which stay
     """
 
     made: Floats
@@ -64,6 +66,12 @@ class VertexBytes(NamedTuple):
     work: Floats
     gradient: Floats
     always: Floats
+    arrived: Floats
+    saved: Floats
+
+    def stays(self, fate: Fate) -> Floats:
+        """What stays for the backward of what its exchanges bring."""
+        return self.arrived if fate.runs else self.saved
 
 
 @dataclass(frozen=True)
@@ -207,7 +215,8 @@ class KeepProblem:
             made = none
             gradient = options.held * (port is not None and port.role is Role.PARAMETER and port.requires_grad)
             always = options.memory - gradient
-        return VertexBytes(made, facts.beside * _share(options) if facts.beside else none, work, gradient, always)
+        beside = facts.beside * _share(options) if facts.beside else none
+        return VertexBytes(made, beside, work, gradient, always, options.arrived, options.saved)
 
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each option with each fate, fate by fate. A kept byte costs `kept`, a recomputed one `again`,
@@ -222,13 +231,12 @@ class KeepProblem:
         options, settings, facts = self.problem.vertices[i].options, self.problem.settings, self.facts[i]
         # the options of what a user marked already include one more forward
         weight = 0.0 if facts.fates == (AGAIN,) else settings.weights.compute
-        return [
-            (
-                weight * (FREE if fate.runs and facts.free else 1.0) * fate.seconds(options, settings),
-                *fate.bytes_of(sizes.made, sizes.beside, facts.read),
-            )
-            for fate in facts.fates
-        ]
+        found = []
+        for fate in facts.fates:
+            longer = weight * (FREE if fate.runs and facts.free else 1.0) * fate.seconds(options, settings)
+            stays, back = fate.bytes_of(sizes.made, sizes.beside, facts.read)
+            found.append((longer, stays + sizes.stays(fate), back))
+        return found
 
     def near(self, edge: Edge) -> bool:
         """Whether the backward of the consumer has the producer at hand, or in its own stretch."""
@@ -284,9 +292,9 @@ class KeepProblem:
     # -- of a choice
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> ChoiceReader:
         """The figures of all options in single arrays."""
-        return Reader(self)
+        return ChoiceReader(self)
 
     def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
         """The choice and fates that the options of `costs(at, between)` with these numbers stand for, and their costs

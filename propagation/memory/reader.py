@@ -81,7 +81,7 @@ def moving(once: Any, twice: Any) -> Any:
     return twice > once * (1 + 1e-6) + 1e-12
 
 
-class Reader:
+class ChoiceReader:
     """The figures of all options of `problem`, and of its edges, in single arrays."""
 
     def __init__(self, problem: KeepProblem) -> None:
@@ -102,7 +102,7 @@ class Reader:
         )
         every = [(id(found), found) for found in map(problem.figures, range(len(vertices)))]
         self.places, sizes = _joined(every, lambda found: found[0])
-        self.made, self.beside, self.work, self.gradient, self.always = sizes
+        self.made, self.beside, self.work, self.gradient, self.always, self.arrived, self.saved = sizes
         self.by_fate, (self.longer, self.stays, self.back) = _joined(
             every, lambda found: np.concatenate(found[1], axis=1)
         )

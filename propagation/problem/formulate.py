@@ -414,6 +414,8 @@ def _unsplit(mesh: Mesh, table: ConversionTable, codes: Codes, *, operand: bool 
         memory=free,
         again=free,
         made=table.held[codes] * result,
+        arrived=free,
+        saved=free,
     )
 
 

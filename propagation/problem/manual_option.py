@@ -60,6 +60,8 @@ def option_of_manual(
         memory=one(held),
         again=one(seconds),
         made=one(held),
+        arrived=one(0.0),
+        saved=one(0.0),
     )
 
 

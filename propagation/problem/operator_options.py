@@ -108,7 +108,8 @@ def operator_options(call: OperatorCall, settings: Settings) -> Options:
     rows = rows.take(_preferred(call, rule, rows, exist, settings))
     seconds, flops, held, again, made = _work(call, rule, rows, settings)
     unary = settings.weights.compute * seconds + settings.weights.memory * held / 1e9
-    unary = unary + _exchanges(call, rule, rows, seconds, settings)
+    costs, arrived, saved = _exchanges(call, rule, rows, seconds, settings)
+    unary = unary + costs
     return Options(
         tables=(call.operands, call.results),
         operands=rows.operands,
@@ -123,6 +124,8 @@ def operator_options(call: OperatorCall, settings: Settings) -> Options:
         memory=held,
         again=again,
         made=made,
+        arrived=arrived,
+        saved=saved,
     )
 
 
@@ -298,10 +301,14 @@ def _has_addends(call: OperatorCall, rows: _Rows) -> Any:
     return sum(((digits == len(t.states) - 1).any(axis=1) for t, digits in placed), np.False_)
 
 
-def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, settings: Settings) -> Floats:
+def _exchanges(
+    call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, settings: Settings
+) -> tuple[Floats, Floats, Floats]:
     """The cost of the operator's own collectives under every row, forward and backward: those that make windows of its
-    operands, and those of its local form. `seconds`: its computation."""
-    mesh, weights, cost = settings.mesh, settings.weights, np.zeros(len(rows.factors))
+    operands, and those of its local form; the bytes that the latter bring in the forward, and those of them that the
+    backward reads. `seconds`: its computation."""
+    mesh, weights = settings.mesh, settings.weights
+    cost, arrived, saved = (np.zeros(len(rows.factors)) for _ in range(3))
     names, tables = tuple(rule.sizes), (*call.operands, *call.results)
     codes = (*rows.operands, *rows.results)
     sizes = [table.shape if table else None for table in call.operands]
@@ -321,13 +328,16 @@ def _exchanges(call: OperatorCall, rule: Rule, rows: _Rows, seconds: Floats, set
                 if not kind.communicates:
                     continue
                 whole = hop.whole_bytes(table.held[codes[hop.tensor][alike]], size)
+                if phase == "forward" and isinstance(owner, Exchange) and call.differentiated:
+                    arrived[alike] += hop.arrived_bytes(whole, size)
+                    saved[alike] += hop.arrived_bytes(whole, size) * hop.saved
                 payload = payload_of_whole(kind, hop.source, hop.target, whole, size, phase == "forward")
                 waiting, per_byte = collective_cost(kind, payload, mesh, axes, settings.profile)
                 cost[alike] += weights.latency * waiting + weights.wire * per_byte * payload
                 moving += per_byte * payload
             if isinstance(owner, Exchange) and owner.beside:  # the last of n blocks of work overlaps with nothing
                 cost[alike] -= weights.wire * np.minimum(moving, (1 - 1 / size) * seconds[alike])
-    return cost
+    return cost, arrived, saved
 
 
 def _tensors(tables: Tables, columns: Iterable[Codes]) -> Iterator[tuple[ConversionTable, Codes]]:

@@ -148,6 +148,9 @@ class Options:
     memory              bytes that count against the memory limit
     again               seconds of the operator's forward by itself
     made                bytes of its results on one device; 0 for a view
+    arrived             bytes that its own exchanges bring to one device in the forward: they are not sent again, and so
+                        they stay if the operator is computed again
+    saved               those of `arrived` that its backward reads
     """
 
     tables: tuple[tuple[ConversionTable | None, ...], tuple[ConversionTable | None, ...]] = field(repr=False)
@@ -163,6 +166,8 @@ class Options:
     memory: Floats = field(repr=False)
     again: Floats = field(repr=False)
     made: Floats = field(repr=False)
+    arrived: Floats = field(repr=False)
+    saved: Floats = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.factors)
@@ -204,6 +209,7 @@ class Options:
             results=tuple(codes[rows] for codes in self.results),
             factors=self.factors[rows], unary=self.unary[rows], seconds=self.seconds[rows], flops=self.flops[rows],
             held=self.held[rows], memory=self.memory[rows], again=self.again[rows], made=self.made[rows],
+            arrived=self.arrived[rows], saved=self.saved[rows],
         )  # fmt: skip
 
     def states(self) -> Iterator[tuple[Codes, int]]:

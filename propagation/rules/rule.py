@@ -48,12 +48,13 @@ class LocalShapes:
 @dataclass(frozen=True, slots=True)
 class Hop:
     """A conversion inside an operator. It moves `times` as much data as a rank's part of tensor `tensor`, a number
-    counted over the operands, then the results."""
+    counted over the operands, then the results. `saved`: the backward of the operator reads what arrives."""
 
     tensor: int
     source: Placement
     target: Placement
     times: int | Fraction = 1
+    saved: bool = False
 
     def whole_bytes(self, held: Bytes, size: int) -> Bytes:
         """The bytes of the whole value, of which each of `size` ranks holds `held` bytes."""
@@ -61,6 +62,10 @@ class Hop:
             return held // self.target.cut.width * self.target.cut.size
         moved = held * self.times.numerator // self.times.denominator
         return moved * (size if isinstance(self.source, Shard | Routed) else 1)
+
+    def arrived_bytes(self, whole: Bytes, size: int) -> Bytes:
+        """The bytes that one of `size` ranks has of the `whole` after it."""
+        return whole // size if isinstance(self.target, Shard | Routed) else whole
 
 
 @dataclass(frozen=True, slots=True)

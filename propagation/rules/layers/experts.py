@@ -150,7 +150,7 @@ def _dispatch_hops(rows: int, counts: tuple[int, ...]) -> tuple[Hop, ...]:
 
 
 def _combine_hops(counts: tuple[int, ...]) -> tuple[Hop, ...]:
-    return (Hop(0, Routed(EXPERT), Routed(TOKEN)),)
+    return (Hop(0, Routed(EXPERT), Routed(TOKEN), saved=True),)
 
 
 def _once_hops(many: int, experts: int, weighted: bool, counts: tuple[int, ...]) -> tuple[Hop, ...]:
@@ -166,7 +166,7 @@ def _once_back_hops(many: int, experts: int, wider: Fraction, counts: tuple[int,
     """Those of a combine: of weights, and of sums, whose elements are `wider` times those of rows."""
     sent = _copies(many, experts, math.prod(counts))
     return (
-        Hop(2, Routed(TOKEN), Routed(EXPERT), sent),
+        Hop(2, Routed(TOKEN), Routed(EXPERT), sent, saved=True),
         Hop(0, Routed(EXPERT), Routed(TOKEN), sent / many * wider),
     )
 
