@@ -95,6 +95,8 @@ models/test_data_dependent_sizes.py              propagation/capture/export: dat
 models/test_numbers.py                           propagation/capture/rewrites: covariance
 models/test_numbers.py                           propagation/capture/export: numbers
 propagation/capture/rewrites/test_control_flow.py propagation/ops/python: functions
+propagation/memory/test_keeping.py               propagation/memory: reader
+propagation/memory/test_gradients.py             propagation/memory: paths
 propagation/ops/test_indexing.py                 propagation/ops: cross_entropy
 propagation/rules/test_table.py                  propagation/ops: ctc dtypes keyed padded_convolution registration
 propagation/rules/test_table.py                  propagation/ops/python: hooked
