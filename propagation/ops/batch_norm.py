@@ -415,6 +415,7 @@ moments_backward = define(
     "moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
     _moments_backward,
     lambda slopes, x, shift: _fake_like(x),
+    fresh=True,
 )
 statistics = define(
     "statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor",
@@ -436,8 +437,9 @@ normalise = define(
     backward=_back_from_normalise,
     keep=_keep_for_normalise,
     written=_normalise_written,
+    fresh=True,
 )
-scale = define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor", _scale, _fake_like)
+scale = define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor", _scale, _fake_like, fresh=True)
 vector_gradients = define(
     "vector_gradients(Tensor y, Tensor x, Tensor mean, Tensor var, Tensor? weight, float eps)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -448,6 +450,7 @@ spread = define(
     "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
     _spread,
     lambda y, var, weight, eps, slopes, x, shift: _fake_like(x),
+    fresh=True,
 )
 part_norm = define(
     "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -456,16 +459,15 @@ part_norm = define(
     backward=_back_from_part_norm,
     keep=_keep_for_part_norm,
     written=_part_norm_written,
+    fresh=True,
 )
 part_norm_backward = define(
     "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"
     " -> (Tensor, Tensor, Tensor)",
     _part_norm_backward,
     _fake_part_norm_backward,
+    fresh=True,
 )
-
-# Operators whose results all have their own memory.
-OWN_MEMORY = frozenset({normalise, scale, spread, moments_backward, part_norm, part_norm_backward})
 
 
 def merge_gradients(graph: fx.Graph) -> None:

@@ -382,6 +382,7 @@ dispatch = define(
     _fake_dispatch,
     backward=_dispatch_backward,
     keep=_keep_dispatch,
+    fresh=True,
 )
 combine = define(
     "combine(Tensor rows, Tensor where, Tensor weights) -> Tensor",
@@ -389,6 +390,7 @@ combine = define(
     _fake_combine,
     backward=_combine_backward,
     keep=_keep_operands,
+    fresh=True,
 )
 grouped_matmul = define(
     "grouped_matmul(Tensor rows, Tensor weights, Tensor offsets) -> Tensor",
@@ -396,6 +398,7 @@ grouped_matmul = define(
     _fake_grouped_matmul,
     backward=_matmul_backward,
     keep=_keep_operands,
+    fresh=True,
 )
 grouped_outer = define(
     "grouped_outer(Tensor a, Tensor b, Tensor offsets) -> Tensor",
@@ -403,6 +406,7 @@ grouped_outer = define(
     _fake_grouped_outer,
     backward=_outer_backward,
     keep=_keep_operands,
+    fresh=True,
 )
 per_expert = define(
     "per_expert(Tensor x, Tensor offsets, Tensor rows) -> Tensor",
@@ -410,6 +414,7 @@ per_expert = define(
     _fake_per_expert,
     backward=_per_expert_backward,
     keep=_keep_offsets,
+    fresh=True,
 )
 sum_groups = define(
     "sum_groups(Tensor rows, Tensor offsets) -> Tensor",
@@ -417,26 +422,33 @@ sum_groups = define(
     _fake_sum_groups,
     backward=_sum_groups_backward,
     keep=_keep_operands,
+    fresh=True,
 )
 route = define(
     "route(Tensor ids, Tensor[] places, int[] widths, int[] sizes, int experts, int expected) "
     "-> (Tensor where, Tensor counts)",
     _route,
     _fake_route,
+    fresh=True,
 )
 LAYER = 4  # the place of the layer among the arguments of `counted`
 counted = define(
     "counted(Tensor counts, Tensor copy, Tensor part, int allowed, str layer) -> Tensor",
     _counted,
     _fake_counted,
+    fresh=True,
 )
 route_once = define(
     "route_once(Tensor ids, int[] widths, int[] sizes, int experts, int expected) -> (Tensor where, Tensor counts)",
     _route_once,
     _fake_route_once,
+    fresh=True,
 )
 parted = define(
-    "parted(Tensor x, Tensor counts, int expected, int others) -> (Tensor first, Tensor rest)", _parted, _fake_parted
+    "parted(Tensor x, Tensor counts, int expected, int others) -> (Tensor first, Tensor rest)",
+    _parted,
+    _fake_parted,
+    fresh=True,
 )
 take_rows = define(
     "take_rows(Tensor x, Tensor where, int each, Tensor? like=None) -> Tensor",
@@ -444,6 +456,7 @@ take_rows = define(
     _fake_take_rows,
     backward=_take_backward,
     keep=_keep_taken,
+    fresh=True,
 )
 take_weights = define(
     "take_weights(Tensor weights, Tensor where) -> Tensor",
@@ -451,6 +464,7 @@ take_weights = define(
     _fake_take_weights,
     backward=_weights_backward,
     keep=_keep_operands,
+    fresh=True,
 )
 give_rows = define(
     "give_rows(Tensor rows, Tensor where, int each, int tokens, Tensor? like=None) -> Tensor",
@@ -458,12 +472,14 @@ give_rows = define(
     _fake_give_rows,
     backward=_give_backward,
     keep=_keep_given,
+    fresh=True,
 )
-arrival = define("arrival(Tensor received, int expected) -> Tensor", _arrival, _fake_arrival)
+arrival = define("arrival(Tensor received, int expected) -> Tensor", _arrival, _fake_arrival, fresh=True)
 reorder = define(
     "reorder(Tensor x, Tensor order, bool back) -> Tensor",
     _reorder,
     _fake_reorder,
     backward=_reorder_backward,
     keep=_keep_order,
+    fresh=True,
 )

@@ -10,6 +10,7 @@ import torch
 _LIBRARY = torch.library.Library("partway", "DEF")
 formulas: dict[Any, Callable[..., Any]] = {}  # the formulas of operators, for a compiler
 differentiable: set[Any] = set()  # operators that have a derivative
+own_memory: set[Any] = set()  # operators whose results all have memory of their own
 written_forms: dict[Any, Callable[..., Any]] = {}  # forms of operators that can be differentiated more than once
 
 
@@ -21,6 +22,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     keep: Callable[..., None] | None = None,
     composite: bool = False,
+    fresh: bool = False,
     formula: Callable[..., Any] | None = None,
     written: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
@@ -33,6 +35,7 @@ def define(
     backward    (ctx, gradients of the results) -> a gradient, or None, for each argument
     keep        (ctx, arguments, results): keeps on `ctx` the values that `backward` reads
     composite   `kernel` consists of operators with fake forms and derivatives, so it needs none
+    fresh       every result has memory of its own
     formula     the same as `kernel`, in PyTorch's operators and on whole tensors, for a compiler that fuses several
                 operators into one kernel and keeps no intermediate values
     written     the same as `kernel`, in PyTorch's operators, whose gradients have gradients; None: the formula
@@ -49,6 +52,8 @@ def define(
     made = getattr(torch.ops.partway, name).default
     if backward is not None or composite:
         differentiable.add(made)
+    if fresh:
+        own_memory.add(made)
     if formula is not None:
         formulas[made] = formula
     if (form := written or formula) is not None:

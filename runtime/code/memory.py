@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...propagation.graph.nodes import REPLACING, draws_random_numbers, is_identity
-from ...propagation.ops.batch_norm import OWN_MEMORY
 from ...propagation.ops.collectives import convert, convert_group, kind_of
 from ...propagation.ops.python.hooked import calls_hook
 from ...propagation.ops.random_numbers import draw
+from ...propagation.ops.registration import own_memory
 from ...propagation.torch_internals import OpOverload, makes_memory
 from .region import Region
 from .strides import strides_of
@@ -212,7 +212,7 @@ def _makes_memory(node: fx.Node) -> bool:
     if node.target in (convert, convert_group):
         return kind_of(str(node.args[1]), str(node.args[2])).communicates
     return (
-        node.target in OWN_MEMORY
+        node.target in own_memory
         or node.target is draw
         or (isinstance(node.target, OpOverload) and makes_memory(node.target))
     )
