@@ -106,7 +106,17 @@ def _readers(problem: KeepProblem, fates: Codes, found: Conversions) -> _Readers
                 start[producer] = max(start[producer], start[i])
             if staying and same[number]:
                 stays[producer] = True
-    return _Readers(*(np.array(each) for each in (until, earliest, nearest, latest, start, viewed, stays, inside)))
+
+    def codes(of_vertices: list[int]) -> Codes:
+        return np.array(of_vertices, dtype=np.intp)
+
+    def flags(of_vertices: list[bool]) -> Flags:
+        return np.array(of_vertices, dtype=bool)
+
+    return _Readers(
+        codes(until), codes(earliest), codes(nearest), codes(latest), codes(start),
+        flags(viewed), flags(stays), flags(inside),
+    )  # fmt: skip
 
 
 class _Timeline:

@@ -98,17 +98,17 @@ class ChoiceReader:
         # of options, and of options with fates
         self.options = np.array([len(vertex.options) for vertex in vertices], dtype=np.intp)
         self.starts, (self.unary, self.held) = _joined(
-            [(id(v.options), v.options) for v in vertices], lambda options: (options.unary, options.held)
+            2, [(id(v.options), v.options) for v in vertices], lambda options: (options.unary, options.held)
         )
         every = [(id(found), found) for found in map(problem.figures, range(len(vertices)))]
-        self.places, sizes = _joined(every, lambda found: found[0])
+        self.places, sizes = _joined(7, every, lambda found: found[0])
         self.made, self.beside, self.work, self.gradient, self.always, self.arrived, self.saved = sizes
         self.by_fate, (self.longer, self.stays, self.back) = _joined(
-            every, lambda found: np.concatenate(found[1], axis=1)
+            3, every, lambda found: np.concatenate(found[1], axis=1)
         )
         self.fates = tuple(dict.fromkeys(fate for each in facts for fate in each.fates))
         self.first_fate, (self.numbers,) = _joined(
-            [(each.fates, each.fates) for each in facts], lambda fates: (self.numbers_of(fates),)
+            1, [(each.fates, each.fates) for each in facts], lambda fates: (self.numbers_of(fates),)
         )
         self.keeps, self.runs, self.back_again, self.beside_back, self.beside_stays = (
             np.array([holds(fate) for fate in self.fates], dtype=bool)
@@ -125,8 +125,8 @@ class ChoiceReader:
             np.array([getattr(edge, end) for edge in edges], dtype=np.intp) for end in ("producer", "consumer")
         )
         ends = [edge.codes(vertices) for edge in edges]
-        self.from_codes, (self.rows,) = _joined([(id(codes), codes) for codes, _ in ends], lambda codes: (codes,))
-        self.to_codes, (self.columns,) = _joined([(id(codes), codes) for _, codes in ends], lambda codes: (codes,))
+        self.from_codes, (self.rows,) = _joined(1, [(id(codes), codes) for codes, _ in ends], lambda codes: (codes,))
+        self.to_codes, (self.columns,) = _joined(1, [(id(codes), codes) for _, codes in ends], lambda codes: (codes,))
         tables = {id(edge.table): edge.table for edge in edges}
         self.tables, numbers = list(tables.values()), {key: number for number, key in enumerate(tables)}
         self.widest = 1 + max(int(codes.max(initial=0)) for codes in (self.rows, self.columns))
@@ -203,9 +203,9 @@ def _sum_in_order(costs: Floats) -> float:
     return float(np.cumsum(costs)[-1]) if len(costs) else 0.0
 
 
-def _joined(each: Iterable[tuple[Any, Any]], arrays_of: Any) -> tuple[Codes, tuple[Any, ...]]:
-    """Arrays of many things, one behind the other, and where those of each start; things with equal keys share theirs.
-    `each`: their keys, and the things."""
+def _joined(columns: int, each: Iterable[tuple[Any, Any]], arrays_of: Any) -> tuple[Codes, tuple[Any, ...]]:
+    """The arrays of many things, so many `columns` of each, one behind the other, and where those of each start; things
+    with equal keys share theirs. `each`: their keys, and the things."""
     starts, found, place = dict[Any, int](), list[tuple[Any, ...]](), 0
     numbers = []
     for key, thing in each:
@@ -214,5 +214,6 @@ def _joined(each: Iterable[tuple[Any, Any]], arrays_of: Any) -> tuple[Codes, tup
             found.append(tuple(arrays_of(thing)))
             place += len(found[-1][0])
         numbers.append(starts[key])
-    columns = tuple(np.concatenate(arrays) for arrays in zip(*found, strict=True)) or (np.zeros(0, dtype=np.intp),)
-    return np.array(numbers, dtype=np.intp), columns
+    none = (np.zeros(0, dtype=np.intp),) * columns
+    joined = tuple(np.concatenate(arrays) for arrays in zip(*found, strict=True)) if found else none
+    return np.array(numbers, dtype=np.intp), joined
