@@ -14,6 +14,7 @@ rank runs, with collectives not yet grouped (fusion). The rooms, each of which i
     search     the search modes, also under a memory limit
     program    from the choices of a search to the forward and backward of one rank
     plan       decisions and their reasons, for people and files
+    pipeline   where a model is cut into stages, and their schedules
 
 `torch_internals.py` stands below them all.
 """

@@ -97,6 +97,7 @@ models/test_numbers.py                           propagation/capture/export: num
 propagation/capture/rewrites/test_control_flow.py propagation/ops/python: functions
 propagation/memory/test_keeping.py               propagation/memory: reader
 propagation/memory/test_gradients.py             propagation/memory: paths
+propagation/pipeline/test_play.py                propagation/pipeline: actions
 propagation/ops/test_indexing.py                 propagation/ops: cross_entropy
 propagation/rules/test_table.py                  propagation/ops: ctc dtypes keyed padded_convolution registration
 propagation/rules/test_table.py                  propagation/ops/python: hooked
