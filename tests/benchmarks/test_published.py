@@ -1,10 +1,12 @@
 """The published runs: every row is predicted or has a reason, and formulas agree with what the sources print."""
 
 import pytest
+from published import by_package
 from published_fit import kendall
+from published_pipelines import predicted, without_stages
 from published_plans import MICROBATCH
 from published_rows import rows
-from published_seconds import Way, graph_of, scaled
+from published_seconds import Step, Way, graph_of, scaled
 
 RUNS = rows()
 EXPRESSED = [run for run in RUNS if not run.why_not]
@@ -79,3 +81,29 @@ def test_no_collective_of_parameters_runs_before_the_last_microbatch():
 def test_kendalls_tau_counts_pairs_in_the_same_order():
     assert kendall([(1, 1), (2, 2), (3, 3)]) == 1
     assert kendall([(1, 3), (2, 2), (3, 1)]) == -1
+
+
+def test_rows_with_stages_take_their_share_of_layers_and_the_bubble():
+    """Of equal layers without a head on two stages: (m + 1) / 2 forwards and backwards of all, and what is sent."""
+    (run,) = [each for each in RUNS if each.n_gpus == "16" and each.values["pp"] == "2" and each.hidden == "2048"]
+    plain = without_stages(run)
+    assert not plain.why_not
+    assert run.why_not == "a pipeline (pp > 1)"
+
+    def of_layers(layers):
+        phase = {name: values * layers for name, values in _PRODUCT.items()}
+        return {"phases": {"forward": phase, "backward": phase}, "parameters": 0, "held": {}}
+
+    prices = by_package(plain.kind)
+    found = predicted(run, Step(plain, *map(of_layers, plain.layers)), prices)
+    layer, count = graph_of(_PRODUCT, Way(plain.compiled)).seconds(prices, plain.spec.mesh), plain.microbatches
+    half = plain.spec.model.layers / 2 * 2 * layer
+    assert (count + 1) * half < found.pipeline < 1.03 * (count + 1) * half
+    assert half < found.bubble < 2 * half
+    assert (found.gradients, found.optimizer) == (0, 0)
+
+
+_PRODUCT = {  # a large matrix product
+    "operator": ["aten.mm.default"], "flops": [10**12], "moved": [10**6], "fixed": [0], "written": [0], "held": [1],
+    "still": [0], "dtype": ["bfloat16"], "reads": [[]], "axes": [""], "payload": [0], "weights": [""], "flags": [""],
+}  # fmt: skip
