@@ -114,9 +114,15 @@ def _readers(problem: KeepProblem, fates: Codes, found: Conversions) -> _Readers
         return np.array(of_vertices, dtype=bool)
 
     return _Readers(
-        codes(until), codes(earliest), codes(nearest), codes(latest), codes(start),
-        flags(viewed), flags(stays), flags(inside),
-    )  # fmt: skip
+        codes(until),
+        codes(earliest),
+        codes(nearest),
+        codes(latest),
+        codes(start),
+        flags(viewed),
+        flags(stays),
+        flags(inside),
+    )
 
 
 class _Timeline:
