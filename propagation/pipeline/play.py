@@ -109,7 +109,7 @@ class Clock:
         return start
 
     def run(self, action: StageAction, start: float) -> None:
-        """ActionRun it, from second `start` on."""
+        """Run it, from second `start` on."""
         device, end = self._devices[action.stage], start + self.times.of(action)
         self.free[device] = end
         self.ended[action._replace(kind=ActionKind.INPUTS) if action.kind is ActionKind.BACKWARD else action] = end

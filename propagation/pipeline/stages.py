@@ -38,7 +38,7 @@ class ModelPiece:
 
     forward, inputs, weights   seconds of a microbatch: its forward, the gradients of its input, those of its weights
     sent                       seconds in which its result, or the gradient of it, goes to the next stage, if cut there
-    rest                       bytes on a device at any time: parameters, their gradients and the optimizer's states
+    rest                       bytes on a device at all times: parameters, their gradients and the optimizer's states
     kept                       bytes on a device of each microbatch in flight
     """
 
@@ -76,7 +76,7 @@ def best_partition(
     order       the schedule of stages with these times
     in_flight   the most microbatches of which that schedule holds a stage's bytes
     apart       it runs I and W apart
-    limit       bytes of a device
+    limit       bytes of a stage on a device, which holds several with several chunks
     most        partitions that are played; the bound tells whether more could be better
 
     Raises DoesNotFitError if the stages of every partition hold more than `limit`.
