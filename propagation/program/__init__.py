@@ -11,6 +11,7 @@ local operators and conversions, the same on every rank, in which every collecti
     derivative.py       the gradients of a program as a program, to differentiate them again
     recompute.py        the values that the backward computes again instead of keeping them
     gradients.py        sums of 16-bit gradients in 32 bits, and gradients multiplied by a factor
+    weights_late.py     a backward in two parts, the gradients of weights last
     accumulate.py       the backwards of programs whose reductions wait for the last one
     apart.py            the backwards of outputs that are differentiated one after another
     schedule.py         the predicted schedule; timeline.py writes it, or a measured one, as a file for Perfetto
