@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost.conversion import Codes, Floats
+from ..cost.conversion import Codes, Floats, Mask
 from .gradients import gradients
 from .held import Held, Lives, Purpose, summed
 from .keeping import KeepProblem
-from .reader import Conversions, Flags, Kept
+from .reader import Conversions, Kept
 
 
 def timeline(problem: KeepProblem, kept: Kept) -> Held:
@@ -68,9 +68,9 @@ class _Readers:
     nearest: Codes
     latest: Codes
     start: Codes
-    viewed: Flags
-    stays: Flags
-    inside: Flags
+    viewed: Mask
+    stays: Mask
+    inside: Mask
 
 
 def _readers(problem: KeepProblem, fates: Codes, found: Conversions) -> _Readers:
@@ -110,7 +110,7 @@ def _readers(problem: KeepProblem, fates: Codes, found: Conversions) -> _Readers
     def codes(of_vertices: list[int]) -> Codes:
         return np.array(of_vertices, dtype=np.intp)
 
-    def flags(of_vertices: list[bool]) -> Flags:
+    def flags(of_vertices: list[bool]) -> Mask:
         return np.array(of_vertices, dtype=bool)
 
     return _Readers(
@@ -144,7 +144,7 @@ class _Timeline:
         self._made()
         self._converted()
 
-    def _add(self, lives: list[Lives], purpose: Purpose, which: Flags, first: Codes, last: Codes, size: Floats) -> None:
+    def _add(self, lives: list[Lives], purpose: Purpose, which: Mask, first: Codes, last: Codes, size: Floats) -> None:
         lives.append(Lives(purpose, first[which], last[which], size[which]))
 
     def _ports(self) -> None:

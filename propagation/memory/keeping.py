@@ -26,7 +26,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -42,56 +42,11 @@ from ..torch_internals import OpOverload
 from .fates import AGAIN, Candidate, Fate, Stay, fates_of
 from .needs import NOTHING, Needs
 from .paths import Paths, paths_of
-from .reader import ChoiceReader, Keeping, Kept, conversion, moving
+from .reader import ChoiceReader, Keeping, Kept, VertexBytes, VertexFacts, conversion, moving
 from .stretches import at_hand, stretches_of
 
 FREE = 1e-3  # the weight of a second of recomputation that counts as free
 CHEAP = 16.0 * FREE  # the passes over a value that may be made to have it again for free
-
-
-class VertexBytes(NamedTuple):
-    """Bytes on one device under each option of a vertex.
-
-    made       its results; 0 for an input, a view and an output
-    beside     tensors that its forward keeps for its own backward beside its results
-    work       of an operator the operands and results: the size of its gradients
-    gradient   of an input its gradient
-    always     of an input, its gradient apart, or a result of the call: what is there throughout
-    arrived    what its own exchanges bring, which stays if it is computed again
-    saved      those of it that its backward reads, which stay
-    """
-
-    made: Floats
-    beside: Floats
-    work: Floats
-    gradient: Floats
-    always: Floats
-    arrived: Floats
-    saved: Floats
-
-    def stays(self, fate: Fate) -> Floats:
-        """What stays for the backward of what its exchanges bring."""
-        return self.arrived if fate.runs else self.saved
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """The fates that one vertex may have, and the facts that price them.
-
-    fates     the fates
-    free      recomputing it costs next to nothing
-    read      the backward reads its results, so results that are computed again stay until it has
-    own       its own backward reads its results
-    view      its results lie in the memory of an operand
-    beside    bytes that its forward keeps for its own backward, on one device
-    """
-
-    fates: tuple[Fate, ...]
-    free: bool
-    read: bool
-    own: bool
-    view: bool
-    beside: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +64,7 @@ class KeepProblem:
 
     problem: SearchProblem
     stretches: tuple[int, ...]
-    facts: tuple[_Facts, ...]
+    facts: tuple[VertexFacts, ...]
     reads: tuple[bool, ...]
     at_hand: tuple[bool, ...]
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
@@ -294,7 +249,9 @@ class KeepProblem:
     @cached_property
     def reader(self) -> ChoiceReader:
         """The figures of all options in single arrays."""
-        return ChoiceReader(self)
+        near = [self.near(edge) for edge in self.problem.edges]
+        figures = [self.figures(i) for i in range(len(self.facts))]
+        return ChoiceReader(self.problem, self.stretches, self.facts, figures, self.reads, self.barred, near)
 
     def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
         """The choice and fates that the options of `costs(at, between)` with these numbers stand for, and their costs
@@ -307,13 +264,13 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
     """`problem` with the fates that its settings leave; `needs`: what the backward of each call reads. `only_free`:
     only free results are computed again."""
     marked = recomputed(problem.graph)
-    facts: list[_Facts] = []
+    facts: list[VertexFacts] = []
     reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     read = {(edge.producer, edge.result) for edge in itertools.compress(problem.edges, reads)}
     for i, vertex in enumerate(problem.vertices):
         its = needs.get(vertex.node, NOTHING) if vertex.kind is VertexKind.OPERATOR else NOTHING
         facts.append(
-            _Facts(
+            VertexFacts(
                 _fates(vertex, its, marked, problem.settings.recompute, only_free),
                 _is_free(vertex),
                 bool(its.results) or any((i, r) in read for r in range(len(vertex.options.results))),

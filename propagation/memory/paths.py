@@ -14,11 +14,11 @@ from enum import Enum
 import numpy as np
 import torch
 
+from ..cost.conversion import Mask
 from ..graph.nodes import is_view
 from ..graph.port import Role
 from ..problem.problem import SearchProblem, Vertex, VertexKind
 from .held import Moment
-from .reader import Flags
 
 _aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class Paths:
     passing: tuple[Passing, ...]
     multiplies: tuple[bool, ...]
     input: tuple[bool, ...]
-    parameter: Flags
+    parameter: Mask
     moments: tuple[Moment, ...]
 
 

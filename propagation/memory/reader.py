@@ -13,19 +13,58 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ..cost.conversion import Codes, ConversionTable, Floats, once_more
-from ..problem.problem import VertexKind
+from ..cost.conversion import Codes, ConversionTable, Floats, Mask, once_more
+from ..problem.problem import SearchProblem, VertexKind
 from .fates import Fate, Stay
 
-if TYPE_CHECKING:
-    from .keeping import KeepProblem
 
-Flags = npt.NDArray[np.bool_]
+class VertexBytes(NamedTuple):
+    """Bytes on one device under each option of a vertex.
+
+    made       its results; 0 for an input, a view and an output
+    beside     tensors that its forward keeps for its own backward beside its results
+    work       of an operator the operands and results: the size of its gradients
+    gradient   of an input its gradient
+    always     of an input, its gradient apart, or a result of the call: what is there throughout
+    arrived    what its own exchanges bring, which stays if it is computed again
+    saved      those of it that its backward reads, which stay
+    """
+
+    made: Floats
+    beside: Floats
+    work: Floats
+    gradient: Floats
+    always: Floats
+    arrived: Floats
+    saved: Floats
+
+    def stays(self, fate: Fate) -> Floats:
+        """What stays for the backward of what its exchanges bring."""
+        return self.arrived if fate.runs else self.saved
+
+
+@dataclass(frozen=True)
+class VertexFacts:
+    """The fates that one vertex may have, and the facts that price them.
+
+    fates     the fates
+    free      recomputing it costs next to nothing
+    read      the backward reads its results, so results that are computed again stay until it has
+    own       its own backward reads its results
+    view      its results lie in the memory of an operand
+    beside    bytes that its forward keeps for its own backward, on one device
+    """
+
+    fates: tuple[Fate, ...]
+    free: bool
+    read: bool
+    own: bool
+    view: bool
+    beside: float
 
 
 @dataclass(frozen=True)
@@ -65,8 +104,8 @@ class Conversions:
     twice: Floats
     before: Floats
     after: Floats
-    moves: Flags
-    same: Flags
+    moves: Mask
+    same: Mask
 
 
 def conversion(table: ConversionTable, here: int, there: int) -> tuple[float, float, float, float, bool, bool]:
@@ -82,11 +121,22 @@ def moving(once: Any, twice: Any) -> Any:
 
 
 class ChoiceReader:
-    """The figures of all options of `problem`, and of its edges, in single arrays."""
+    """The figures of all options of `problem`, and of its edges, in single arrays. The other arguments are those of a
+    KeepProblem; `figures`: of each vertex the bytes, and for each fate what is added to its costs and bytes; `near`: of
+    each edge whether the backward of its consumer has the producer at hand."""
 
-    def __init__(self, problem: KeepProblem) -> None:
-        vertices, edges, facts = problem.problem.vertices, problem.problem.edges, problem.facts
-        self.stretches, self.count = np.array(problem.stretches, dtype=np.intp), problem.count
+    def __init__(
+        self,
+        problem: SearchProblem,
+        stretches: Sequence[int],
+        facts: Sequence[VertexFacts],
+        figures: Sequence[tuple[VertexBytes, list[tuple[Floats, Floats, Floats]]]],
+        reads: Sequence[bool],
+        barred: Sequence[tuple[bool, bool]],
+        near: Sequence[bool],
+    ) -> None:
+        vertices, edges = problem.vertices, problem.edges
+        self.stretches, self.count = np.array(stretches, dtype=np.intp), max(stretches, default=0) + 1
         kinds = [vertex.kind for vertex in vertices]
         self.hub, self.operator, self.input, self.output = (
             np.array([kind is each for kind in kinds], dtype=bool)
@@ -100,8 +150,8 @@ class ChoiceReader:
         self.starts, (self.unary, self.held) = _joined(
             2, [(id(v.options), v.options) for v in vertices], lambda options: (options.unary, options.held)
         )
-        every = [(id(found), found) for found in map(problem.figures, range(len(vertices)))]
-        self.places, sizes = _joined(7, every, lambda found: found[0])
+        every = [(id(found), found) for found in figures]
+        self.places, sizes = _joined(len(VertexBytes._fields), every, lambda found: found[0])
         self.made, self.beside, self.work, self.gradient, self.always, self.arrived, self.saved = sizes
         self.by_fate, (self.longer, self.stays, self.back) = _joined(
             3, every, lambda found: np.concatenate(found[1], axis=1)
@@ -131,9 +181,9 @@ class ChoiceReader:
         self.tables, numbers = list(tables.values()), {key: number for number, key in enumerate(tables)}
         self.widest = 1 + max(int(codes.max(initial=0)) for codes in (self.rows, self.columns))
         self.of_tables = np.array([numbers[id(edge.table)] for edge in edges], dtype=np.int64) * self.widest**2
-        self.reads = np.array(problem.reads, dtype=bool)
-        self.never_again, self.never_kept = np.array(problem.barred, dtype=bool).reshape(-1, 2).T
-        self.near = np.array([problem.near(edge) for edge in edges], dtype=bool)
+        self.reads = np.array(reads, dtype=bool)
+        self.never_again, self.never_kept = np.array(barred, dtype=bool).reshape(-1, 2).T
+        self.near = np.array(near, dtype=bool)
         self.known: dict[int, tuple[float, float, float, float, bool, bool]] = {}
 
     def numbers_of(self, fates: Iterable[Fate]) -> Codes:
