@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from script import start
 
-from partway.propagation.pipeline.actions import Stages
+from partway.propagation.pipeline.actions import PipelineSchedule, Stages
 from partway.propagation.pipeline.orders import one_forward_one_backward
-from partway.propagation.pipeline.play import played
+from partway.propagation.pipeline.play import Times, played
 from partway.propagation.pipeline.stages import ModelPiece, best_partition, times_of
 
 ITEM = 2  # bytes of an element that goes from stage to stage
@@ -81,19 +81,17 @@ def predicted(run: Run, step: Step, prices: Prices) -> Predicted:
     layer, head = ModelPiece(forward, backward, 0.0, sent), ModelPiece(ahead, behind, 0.0, sent)
     pieces = [layer] * spec.model.layers + [head]
 
-    def order(_: object) -> object:
+    def order(_: Times) -> PipelineSchedule:
         return one_forward_one_backward(stages, count)
 
     if run.source.startswith("nanotron"):
-        found = best_partition(pieces, stages, count, order, lambda s: stages.devices - s)  # type: ignore[arg-type]
-        pipeline = found.played
+        pipeline = best_partition(pieces, stages, count, order, lambda s: stages.devices - s).played
     else:
         starts = tuple(spec.model.layers * stage // stages.stages for stage in range(stages.stages))
-        pipeline = played(one_forward_one_backward(stages, count), times_of(pieces, starts))
+        times = times_of(pieces, starts)
+        pipeline = played(order(times), times)
     share = 1 / stages.devices
-    reduced = sum(
-        (a - b) * spec.model.layers for (a, _), (b, _) in zip(last, ((forward, 0), (backward, 0)), strict=True)
-    )
+    reduced = (sum(layer for layer, _ in last) - forward - backward) * spec.model.layers
     optimizer = optimizer_seconds(step.run, prices, step.parameters * share, step.gradients * share)
     return Predicted(run, pipeline.seconds, pipeline.bubble, max(reduced, 0.0) * share, optimizer)
 
@@ -119,6 +117,8 @@ def main(
     """Predict all rows with pipelines that can be expressed, and print them beside what was measured."""
     runs = [(run, without_stages(run)) for run in rows() if run.count("pp") > 1 and only in f"{run.source} {run.model}"]
     able = [(run, plain) for run, plain in runs if not plain.why_not]
+    if not able:
+        raise typer.BadParameter(f"no row with a pipeline that can be expressed contains {only!r}")
     cache = Cache.read(cached)
     cache.plan(spec for _, plain in able for spec in plain.specs)
     others = [run for run in rows() if not run.why_not] if fits else []
@@ -135,8 +135,8 @@ def main(
     ]
     table = Table("row", "layout", "measured, s", "predicted", "bubble", "ratio", box=SIMPLE_HEAD)
     for each in found:
-        figures = (f"{each.run.measured:.3f}", f"{each.seconds:.3f}", f"{each.bubble:.3f}", f"{each.ratio:.2f}")
-        table.add_row(each.run.label, f"{each.run.layout} x{each.run.spec.microbatch}", *figures)
+        texts = (f"{each.run.measured:.3f}", f"{each.seconds:.3f}", f"{each.bubble:.3f}", f"{each.ratio:.2f}")
+        table.add_row(each.run.label, f"{each.run.layout} x{each.run.spec.microbatch}", *texts)
     console = Console(width=170)
     console.print(table)
     ratios = sorted(each.ratio for each in found)

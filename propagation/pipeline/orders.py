@@ -119,11 +119,10 @@ class _List:
         of a microbatch is `reserved` for all chunks when it comes to a device."""
         best = [self._next(device, rank, reserved) for device in range(self.placed.devices)]
         for _ in range((3 if self.back is ActionKind.INPUTS else 2) * self.placed.stages * self.microbatches):
-            able = [(found[0], device) for device, found in enumerate(best) if found is not None]
+            able = [(found[0], device, found[2]) for device, found in enumerate(best) if found is not None]
             if not able:
                 return None
-            _, device = min(able)
-            start, _, action = best[device]  # type: ignore[misc]
+            start, device, action = min(able)
             self._run(action, device, start)
             for other in {device, *map(self.placed.device, action.readers(self.placed.stages))}:
                 best[other] = self._next(other, rank, reserved)

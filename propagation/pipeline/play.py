@@ -12,7 +12,6 @@ Its 6 seconds are 4 of work and 2 of waiting, the bubble.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -92,47 +91,30 @@ class Clock:
 
     def __init__(self, placed: Stages, times: Times) -> None:
         self.placed, self.times = placed, times
+        self.ended: dict[StageAction, float] = {}
         self.free = [0.0] * placed.devices
         self.runs: list[list[ActionRun]] = [[] for _ in range(placed.devices)]
         self.held, self.most = [0] * placed.devices, [0] * placed.devices
-        self._devices = [placed.device(stage) for stage in range(placed.stages)]
-        # when a forward has ended, and when the gradients of a stage's inputs are there, by stage and microbatch
-        self._forward, self._inputs = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-        apart = [here != there for here, there in itertools.pairwise(self._devices)]
-        self._sent = [times.between(stage, stage + 1) if each else 0.0 for stage, each in enumerate(apart)]
+        self._devices = tuple(map(placed.device, range(placed.stages)))
 
     def start(self, action: StageAction) -> float | None:
         """The earliest second at which an action can start; None if something that it needs has not run yet."""
-        kind, stage, microbatch = action
-        free, at = self.free[self._devices[stage]], (stage, microbatch)
-        if kind is ActionKind.FORWARD:
-            if stage == 0:
-                return free
-            before = self._forward.get((stage - 1, microbatch))
-            return None if before is None else max(free, before + self._sent[stage - 1])
-        if kind is ActionKind.WEIGHTS:
-            own = self._inputs.get(at)
-            return None if own is None else max(free, own)
-        own = self._forward.get(at)
-        if own is None or stage + 1 == self.placed.stages:
-            return None if own is None else max(free, own)
-        after = self._inputs.get((stage + 1, microbatch))
-        return None if after is None else max(free, own, after + self._sent[stage])
-
-    def has(self, action: StageAction) -> bool:
-        """Whether it has run, or what stands for it."""
-        ended = self._forward if action.kind is ActionKind.FORWARD else self._inputs
-        return (action.stage, action.microbatch) in ended
+        start = self.free[self._devices[action.stage]]
+        for need in action.needs(self.placed.stages):
+            if need not in self.ended:
+                return None
+            apart = self._devices[need.stage] != self._devices[action.stage]
+            sent = self.times.between(need.stage, action.stage) if apart else 0.0
+            start = max(start, self.ended[need] + sent)
+        return start
 
     def run(self, action: StageAction, start: float) -> None:
         """Run it, from second `start` on."""
-        kind, stage, microbatch = action
-        device, end = self._devices[stage], start + self.times.of(action)
+        device, end = self._devices[action.stage], start + self.times.of(action)
         self.free[device] = end
-        if kind is not ActionKind.WEIGHTS:
-            (self._forward if kind is ActionKind.FORWARD else self._inputs)[stage, microbatch] = end
+        self.ended[action._replace(kind=ActionKind.INPUTS) if action.kind is ActionKind.BACKWARD else action] = end
         self.runs[device].append(ActionRun(action, start, end))
-        self.held[device] += HOLDS[kind]
+        self.held[device] += HOLDS[action.kind]
         self.most[device] = max(self.most[device], self.held[device])
 
     @property
@@ -154,7 +136,7 @@ def played(schedule: PipelineSchedule, times: Times) -> Played:
             ready.extend(placed.device(stage) for stage in action.readers(placed.stages))
     for device, order in enumerate(left):
         if order:
-            missing = next(need for need in order[0].needs(placed.stages) if not clock.has(need))
+            missing = next(need for need in order[0].needs(placed.stages) if need not in clock.ended)
             raise VerifyError(
                 f"device {device} waits at {order[0]} for {missing}, which device {placed.device(missing.stage)} does "
                 "not run before it waits itself: no order of messages helps, change the order of actions"

@@ -89,18 +89,16 @@ def best_partition(
         return Partition(starts, schedule, played(schedule, times), bound)
 
     best: Partition | None = None
-    bound, proven = math.inf, True
+    bound = math.inf
     for number, (least, starts) in enumerate(partitions(pieces, placed, costs)):
-        proven = best is not None and least >= best.played.seconds
-        if best is not None and (proven or number >= most):
+        if best is not None and (least >= _seconds(best) or number >= most):
             bound = least
             break
         best = min(filter(None, (best, tried(starts, least))), key=_seconds)
-        proven = True
     if best is None:
         raise DoesNotFitError(f"in {placed.stages} stages", _least(pieces, placed, in_flight), limit, "")
-    while not proven:
-        others = [tried(starts, bound) for starts in _moved(best.starts, len(pieces)) if costs.fit(starts, len(pieces))]
+    while bound < _seconds(best):
+        others = [tried(starts, bound) for starts in _moved(best.starts, len(pieces)) if costs.fit(starts)]
         better = min(others, key=_seconds, default=best)
         if _seconds(better) >= _seconds(best):
             break
@@ -142,20 +140,17 @@ def partitions(
     for s in reversed(range(stages)):
         for i in range(s, count - (stages - 1 - s)):
             rest[s][i] = min(max(costs(s, i, j), rest[s + 1][j]) for j in range(i + 1, count + 1))
-    queue: list[tuple[float, tuple[int, ...], float]] = [(rest[0][0], (0,), 0.0)]
+    queue: list[tuple[float, tuple[int, ...], float]] = [(0.0, (0,), 0.0)]
     while queue:
         least, starts, so_far = heapq.heappop(queue)
-        if math.isinf(least):
-            return
         if starts[-1] == count:
             yield least, starts[:-1]
             continue
         s, i = len(starts) - 1, starts[-1]
-        if s == stages:
-            continue
         for j in range(i + 1, count + 1):
             own = max(so_far, costs(s, i, j))
-            heapq.heappush(queue, (max(own, rest[s + 1][j]), (*starts, j), own))
+            if (worst := max(own, rest[s + 1][j])) < math.inf:
+                heapq.heappush(queue, (worst, (*starts, j), own))
 
 
 class _StageCosts:
@@ -182,10 +177,10 @@ class _StageCosts:
         """The bytes of stage s with pieces i to j."""
         return self.rest[j] - self.rest[i] + self.in_flight(s) * (self.kept[j] - self.kept[i])
 
-    def fit(self, starts: Sequence[int], count: int) -> bool:
+    def fit(self, starts: Sequence[int]) -> bool:
         """Whether all stages are within the limit."""
-        ends = itertools.pairwise((*starts, count))
-        return all(self.held(s, i, j) <= self.limit * (1 + _ROUNDING) for s, (i, j) in enumerate(ends))
+        ends = itertools.pairwise((*starts, len(self.pieces)))
+        return all(self(s, i, j) < math.inf for s, (i, j) in enumerate(ends))
 
     def __call__(self, s: int, i: int, j: int) -> float:
         if self.held(s, i, j) > self.limit * (1 + _ROUNDING):
