@@ -34,7 +34,7 @@ class _Backward:
     it belongs to one value alone, so that it may be written over."""
 
     def __init__(self, problem: KeepProblem, found: Conversions) -> None:
-        self.paths = problem.paths
+        self.paths, self.input = problem.paths, problem.reader.input.tolist()
         self.before, self.after, self.moves = found.before.tolist(), found.after.tolist(), found.moves.tolist()
         self.sizes, self.starts, self.ends, self.own = list[float](), list[int](), list[int](), list[bool]()
         self.of: list[dict[int, int]] = [{} for _ in self.paths.leaving]  # of each vertex's results
@@ -56,7 +56,7 @@ class _Backward:
             self._new(after, reader)
         if own is not None and self.paths.multiplies[reader] and after < self.sizes[own]:
             self._new(self.sizes[own], reader)  # a product as large as the result, which is summed
-        if self.paths.input[i]:
+        if self.input[i]:
             return
         addend = None
         if own is not None and not moves and self.sizes[own] == before and self._serves(reader, own):

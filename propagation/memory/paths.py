@@ -47,7 +47,6 @@ class Paths:
     waiting      the number of a vertex's operands that have gradients
     passing      how the gradient of its result is passed on
     multiplies   whether it multiplies
-    input        whether it is an input
     parameter    whether it is a parameter
     moments      those of the backward and of the forward of every vertex
     """
@@ -57,7 +56,6 @@ class Paths:
     waiting: tuple[int, ...]
     passing: tuple[Passing, ...]
     multiplies: tuple[bool, ...]
-    input: tuple[bool, ...]
     parameter: Mask
     moments: tuple[Moment, ...]
 
@@ -81,7 +79,6 @@ def paths_of(problem: SearchProblem, reads: Sequence[bool]) -> Paths:
         tuple(waiting[i] for i in range(len(vertices))),
         tuple(map(_passing, vertices)),
         tuple(v.kind is VertexKind.OPERATOR and v.node.target is _aten.mul.Tensor for v in vertices),
-        tuple(v.kind is VertexKind.INPUT for v in vertices),
         np.array([port is not None and port.role is Role.PARAMETER for port in ports], dtype=bool),
         tuple(Moment(phase, vertex.name, vertex.name) for phase in ("backward", "forward") for vertex in vertices),
     )

@@ -329,8 +329,9 @@ def _exchanges(
                     continue
                 whole = hop.whole_bytes(table.held[codes[hop.tensor][alike]], size)
                 if phase == "forward" and isinstance(owner, Exchange) and call.differentiated:
-                    arrived[alike] += hop.arrived_bytes(whole, size)
-                    saved[alike] += hop.arrived_bytes(whole, size) * hop.saved
+                    came = hop.arrived_bytes(whole, size)
+                    arrived[alike] += came
+                    saved[alike] += came * hop.saved
                 payload = payload_of_whole(kind, hop.source, hop.target, whole, size, phase == "forward")
                 waiting, per_byte = collective_cost(kind, payload, mesh, axes, settings.profile)
                 cost[alike] += weights.latency * waiting + weights.wire * per_byte * payload
